@@ -96,6 +96,91 @@ def convert(tensors: Tensors, config: Mapping[str, Any], *, whole_kv: bool = Fal
     return found
 
 
+def described(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that the converter writes for a config.json (conversion/base.py and one file per architecture).
+
+    `rope_parameters` is transformers' own spelling, which the converter also reads.
+    """
+    arch = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]]
+    rope, mla = config["rope_parameters"], arch == "deepseek2"
+    keys: dict[str, Any] = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": 1 if mla else config["num_key_value_heads"],
+        "rope.freq_base": float(rope["rope_theta"]),
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "expert_count": next(
+            config[n] for n in ("num_experts", "num_local_experts", "n_routed_experts") if n in config
+        ),
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_group_count": config.get("n_group"),
+        "expert_group_used_count": config.get("topk_group"),
+        "attention.key_length": config.get("head_dim"),
+        "attention.value_length": config.get("head_dim"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
+    }
+    if rope["rope_type"] in ("linear", "yarn"):
+        keys |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if rope["rope_type"] == "yarn":
+        keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        for name in ("beta_fast", "beta_slow"):
+            keys[f"rope.scaling.yarn_{name}"] = float(rope[name]) if name in rope else None
+        if "mscale_all_dim" in rope:
+            keys["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    if arch == "llama":
+        keys["vocab_size"] = config["vocab_size"]
+        keys["rope.dimension_count"] = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    if mla:
+        rank, rotated = config["kv_lora_rank"], config["qk_rope_head_dim"]
+        keys |= {
+            "vocab_size": config["vocab_size"],
+            "leading_dense_block_count": config["first_k_dense_replace"],
+            "attention.q_lora_rank": config["q_lora_rank"],
+            "attention.kv_lora_rank": rank,
+            "attention.key_length": rank + rotated,
+            "attention.value_length": rank,
+            "attention.key_length_mla": config["qk_nope_head_dim"] + rotated,
+            "attention.value_length_mla": config["v_head_dim"],
+            "expert_shared_count": config["n_shared_experts"],
+            "expert_weights_scale": float(config["routed_scaling_factor"]),
+            "expert_weights_norm": True if config.get("norm_topk_prob") else None,
+            "rope.dimension_count": rotated,
+            # transformers' classes do not write `scoring_func`, which all published files have.
+            "expert_gating_func": 1 if config["model_type"] == "deepseek_v2" else 2,
+        }
+    ids = {name: config.get(f"{name}_token_id") for name in ("bos", "eos")}
+    whole = {f"{arch}.{key}": value for key, value in keys.items()}
+    whole |= {f"tokenizer.ggml.{name}_token_id": number for name, number in ids.items()}
+    return {key: value for key, value in whole.items() if value is not None}
+
+
+def tokenizer_keys(directory: Path, pre: str, size: int) -> dict[str, Any]:
+    """Return the keys that the converter writes for a tokenizer.json, in a model of `size` tokens."""
+    spec, config = (read_json(directory / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    added = {token["id"]: token for token in spec["added_tokens"]}
+    texts = {number: text for text, number in spec["model"]["vocab"].items()}
+    texts |= {number: token["content"] for number, token in added.items()}
+    types = [1 if i not in added else 3 if added[i]["special"] else 4 for i in range(size)]
+    template = directory / "chat_template.jinja"
+    ids = {text: number for number, text in texts.items()}
+    keys = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [texts.get(i, f"[PAD{i}]") for i in range(size)],
+        "tokenizer.ggml.token_type": [kind if i in texts else 5 for i, kind in enumerate(types)],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in spec["model"]["merges"]],
+        "tokenizer.ggml.add_bos_token": "SpecialToken" in str(spec["post_processor"]),
+        "tokenizer.chat_template": template.read_text() if template.exists() else config["chat_template"],
+    }
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
+        if config.get(f"{name}_token"):
+            keys[f"tokenizer.ggml.{key}_token_id"] = ids[config[f"{name}_token"]]
+    return keys
+
+
 def write_gguf(
     source: Path,
     plain: Path,
@@ -108,7 +193,8 @@ def write_gguf(
 ) -> Path:
     """Write the checkpoint `source` to `file` (`file`-00001-of-N.gguf with `shards`), and return the first file.
 
-    `choose` returns a matrix's type by its name. `plain` becomes the bfloat16 checkpoint of the same weights.
+    `choose` returns a matrix's type by its name. `metadata` replaces keys, and None removes one. `plain`
+    becomes the bfloat16 checkpoint of the same weights.
     """
     config, tensors = read_json(source / "config.json"), load_file(source / "model.safetensors")
     flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).float()
@@ -124,12 +210,12 @@ def write_gguf(
         expected[index.flatten()] = values.flatten()
     arch = gguf.MODEL_ARCH_NAMES[ARCHITECTURES[config["model_type"]]]
     writer = gguf.GGUFWriter(file, arch, split_max_tensors=-(-len(stored) // shards) if shards > 1 else 0)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_token_list([f"token {number}" for number in range(config["vocab_size"])])
-    for key, value in (metadata or {}).items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    for key, value in {**described(config), **(metadata or {})}.items():
+        if value is None:
+            continue
+        # The converter writes 32 bits.
+        kinds = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+        writer.add_key_value(key, value, kinds.get(type(value)) or gguf.GGUFValueType.get_type(value))
     for name, (raw, kind) in stored.items():
         writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()

@@ -77,22 +77,26 @@ def test_demo_is_found_in_a_checkout_and_in_a_wheel(tmp_path: Path, monkeypatch:
     assert bundled_model() == str(tmp_path)
 
 
-def test_a_gguf_file_needs_the_directory_of_its_model(tmp_path: Path) -> None:
+def test_directories_of_a_gguf_file(tmp_path: Path) -> None:
     file, directory = tmp_path / "m-00001-of-00002.gguf", tmp_path / "config"
-    args = argparse.Namespace(model=str(file), hf_config_path=None)
+    args = argparse.Namespace(model=str(file), hf_config_path=None, tokenizer=None)
     with pytest.raises(ValueError, match=r"m-00001-of-00002\.gguf: no such file"):
         gguf_source(args)
     (tmp_path / "blob").touch()
     file.symlink_to(tmp_path / "blob")
-    with pytest.raises(ValueError, match="a GGUF file needs --hf-config-path DIR, a directory with"):
+    with pytest.raises(ValueError, match=r"00002-of-00002\.gguf: no such file"):
         gguf_source(args)
     args.hf_config_path = str(directory)
     with pytest.raises(ValueError, match=r"--hf-config-path .*config: no such directory"):
         gguf_source(args)
     directory.mkdir()
+    (directory / "tokenizer.json").touch()
     assert gguf_source(args) == (str(file), str(directory))
     args.model = ID
     with pytest.raises(ValueError, match=rf"--hf-config-path .*: only a GGUF file needs it, and {ID} is none"):
         gguf_source(args)
-    args.hf_config_path = None
+    args.hf_config_path, args.tokenizer = None, str(directory)
+    with pytest.raises(ValueError, match=rf"--tokenizer .*: only a GGUF file needs it, and {ID} is none"):
+        gguf_source(args)
+    args.tokenizer = None
     assert gguf_source(args) is None

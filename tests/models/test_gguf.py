@@ -15,11 +15,13 @@ from tests.rank import Rank
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.types.matrix import Matrix, blob_views
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, check_checkpoint
+from moeyard_worker.checkpoint.converting import dequantized
 from moeyard_worker.checkpoint.ggml_blocks import BLOCK_TYPES
 from moeyard_worker.checkpoint.gguf_header import TENSOR_TYPES, read_gguf_header
 from moeyard_worker.checkpoint.gguf_index import ARCHITECTURES, open_gguf
 from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.engine.assembly.verify import verify
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.protocol import SamplingParams
 
@@ -141,6 +143,22 @@ def test_answers_equal_the_bfloat16_checkpoint(family: str, tmp_path: Path) -> N
         with Rank(directory, expert_slots=3, **options) as rank:
             found.append({name: reply.token_ids for name, reply in rank.run(requests)[0].items()})
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "mixtral"])
+def test_dequantized_has_the_same_weights(family: str, tmp_path: Path) -> None:
+    source, _, file = make(tmp_path, family)
+    dequantized(source, str(file)).write(tmp_path / "out", lambda num_bytes: None)
+    found = loaded(open_checkpoint(tmp_path / "out", load_model_config(tmp_path / "out")))
+    for name, value in loaded(open_file(source, file)).items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_verify_agrees_with_transformers(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _, file = make(tmp_path, family)
+    assert verify(source, gguf=str(file)) == 0
+    assert f"{file}: {family}" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")

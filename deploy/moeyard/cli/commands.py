@@ -13,7 +13,7 @@ from moeyard.cli.parser import Parser, fail
 from moeyard.clients.bench.bench_config import EngineBenchConfig, ServerBenchConfig
 from moeyard.clients.target_config import add_target_arguments
 from moeyard.entry import INTERRUPTED, leave, load
-from moeyard.local.model_source import checkpoint
+from moeyard.local.model_source import weights_source
 from moeyard.local.serve_config import ServeConfig
 from moeyard.logs import LogConfig
 from moeyard.options import CHANGEABLE, add_options, count, duration, port, rank, read_with
@@ -27,6 +27,8 @@ from moeyard_worker.models.shapes import QUANTIZATIONS, SHAPES
 BENCH_SUBJECTS = ("server", "engine")
 SHELLS = ("bash", "zsh", "fish")
 MODEL = "local Hugging Face directory, or an id of the hub"
+# Flags that say where the description of MODEL is.
+DESCRIPTION = ("revision", "hf_config_path", "tokenizer")
 # The flags that most starts need; `--help` explains these, `--help-all` all.
 EVERYDAY = (
     *("--workers", "--device", "--host", "--port", "--api-key-file", "--served-model-name"),
@@ -68,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     verify = commands.add_parser("verify", help="compare a checkpoint's logits and greedy tokens with transformers")
     verify.add_argument("model", metavar="MODEL", help=MODEL)
-    add_options(verify, ServeConfig, only=("revision",))
+    add_options(verify, ServeConfig, only=DESCRIPTION)
     verify.add_argument(
         "--dtype", choices=tuple(DTYPE_BYTES), default="float32", help="to compute in (default %(default)s)"
     )
@@ -165,15 +167,17 @@ def add_server_command(commands: "Commands[Parser]", name: str, text: str, *, gr
 def add_conversion_commands(commands: "Commands[Parser]") -> None:
     """Commands that write another form of a checkpoint."""
     for name, text in (
-        ("quantize", "write a checkpoint in fp8, or its experts in int4, rounded to nearest"),
+        ("quantize", "write a checkpoint in fp8, its experts in int4, or a GGUF file of Q8_0, rounded to nearest"),
         ("dequantize", "write the bfloat16 checkpoint that a quantised one stands for"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("model", metavar="MODEL", help=MODEL)
         if name == "quantize":
-            command.add_argument("--to", required=True, choices=QUANTIZATIONS, help="form of the quantised matrices")
+            command.add_argument(
+                "--to", required=True, choices=(*QUANTIZATIONS, "q8_0"), help="form of the quantised matrices"
+            )
         command.add_argument("--out", required=True, metavar="DIR", help="directory to write, which must not exist")
-        add_options(command, ServeConfig, only=("revision",))
+        add_options(command, ServeConfig, only=DESCRIPTION if name == "dequantize" else ("revision",))
         command.set_defaults(run=Late("moeyard.clients.convert", name, on_cpu=True))
 
 
@@ -240,7 +244,8 @@ def run_verify(args: argparse.Namespace) -> int:
     if find_spec("transformers") is None:
         raise ValueError("verify needs transformers: pip install 'moeyard[verify]'")
     set_cpu_environment()
-    return int(load("moeyard_worker.engine.assembly.verify").verify(checkpoint(args), dtype=args.dtype))
+    directory, gguf = weights_source(args)
+    return int(load("moeyard_worker.engine.assembly.verify").verify(directory, dtype=args.dtype, gguf=gguf))
 
 
 def run_completion(args: argparse.Namespace) -> int:

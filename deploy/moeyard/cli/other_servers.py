@@ -63,8 +63,8 @@ _ADVICE = (
     ("the KV cache has the dtype of the weights; see --dtype", "kv-cache-dtype cache-type-k cache-type-v"),
     ("no code of a checkpoint is ever run", "trust-remote-code"),
     (
-        "the tokenizer is the checkpoint's, and that of a GGUF file is in --hf-config-path",
-        "tokenizer tokenizer-path tokenizer-mode tokenizer-revision",
+        "the tokenizer is the checkpoint's; --tokenizer DIR gives a GGUF file another one",
+        "tokenizer-path tokenizer-mode tokenizer-revision",
     ),
     ("adapters are not served", "enable-lora lora-modules lora-paths max-loras"),
     ("this is always on", "enable-chunked-prefill enable-metrics continuous-batching cont-batching jinja"),

@@ -32,6 +32,15 @@ def checkpoint(args: argparse.Namespace) -> str:
     return local_directory(args) if hub is None else str(load("moeyard.local.hub").fetch(hub, args.revision))
 
 
+def weights_source(args: argparse.Namespace) -> tuple[str, str | None]:
+    """Return (directory of the complete checkpoint, None), or the directory that describes a GGUF file, and that file.
+
+    Raises ValueError as `checkpoint` and `gguf_source` do.
+    """
+    source = gguf_source(args)
+    return (checkpoint(args), None) if source is None else (source[1], source[0])
+
+
 def described(args: argparse.Namespace) -> str:
     """Return the directory of a model's description: config, tokenizer and index. Hub weights may be missing."""
     hub = hub_id(args.model)
@@ -58,21 +67,26 @@ def gguf_source(args: argparse.Namespace) -> tuple[str, str] | None:
 
     The file's path keeps its links, because the hub's cache links the shards of a model to files with other names.
     """
-    model, directory = args.model, getattr(args, "hf_config_path", None)
+    model = args.model
+    given = {f"--{name.replace('_', '-')}": getattr(args, name, None) for name in ("hf_config_path", "tokenizer")}
+    flag = next((flag for flag, directory in given.items() if directory is not None), None)
     if model is None or "://" in model or _file_format(model) != "GGUF" or Path(model).is_dir():
-        if directory is not None:
-            raise ValueError(f"--hf-config-path {directory}: only a GGUF file needs it, and {model} is none")
+        if flag is not None:
+            raise ValueError(f"{flag} {given[flag]}: only a GGUF file needs it, and {model} is none")
         return None
     if not Path(model).exists():
         raise ValueError(f"{model}: no such file")
-    if directory is None:
+    for name, directory in given.items():
+        if directory is not None and not Path(directory).is_dir():
+            raise ValueError(f"{name} {directory}: no such directory")
+    config, tokenizer = (None if each is None else Path(each).resolve() for each in given.values())
+    file = Path(model).absolute()
+    found = load("moeyard.local.gguf_description").gguf_description(file, config=config, tokenizer=tokenizer)
+    if getattr(args, "ray_address", None) is not None and found != config:
         raise ValueError(
-            f"{model}: a GGUF file needs --hf-config-path DIR, a directory with config.json, tokenizer.json and "
-            "tokenizer_config.json of the model that it was made from"
+            "--ray-address: every host needs config and tokenizer; give them with --hf-config-path DIR alone"
         )
-    if not Path(directory).is_dir():
-        raise ValueError(f"--hf-config-path {directory}: no such directory")
-    return str(Path(model).absolute()), str(Path(directory).resolve())
+    return str(file), str(found)
 
 
 def hub_id(model: str | None) -> str | None:

@@ -18,7 +18,12 @@ class ServeConfig:
         None, "branch, tag or commit on the hub (default: its main branch)", metavar="NAME", group="the model"
     )
     hf_config_path: str | None = option(
-        None, "for a GGUF file: the directory with config.json and tokenizer of its original model", metavar="DIR"
+        None,
+        "for a GGUF file: a directory with config.json and tokenizer of the original model (default: out of the file)",
+        metavar="DIR",
+    )
+    tokenizer: str | None = option(
+        None, "for a GGUF file: a directory with the tokenizer of the original model", metavar="DIR"
     )
     config: str | None = option(
         None, "flags out of a YAML file, keys without dashes; the command line goes first", metavar="FILE"

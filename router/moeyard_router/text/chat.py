@@ -43,7 +43,7 @@ class TextCodec:
         self._check_length = LengthCheck(per_token, lambda piece: len(self._encoding(piece, add_special_tokens=False)))
         config, self.special_tokens = files.config, files.special_tokens
         if chat_template is None:
-            found = _template_sources(directory, config)
+            found = template_sources(directory, config)
         else:
             found = {"default": (chat_template, read_text(chat_template))}
         templates = {name: _template(*found[name], self.special_tokens, killable=killable) for name in found}
@@ -118,7 +118,7 @@ def _template(path: Path, source: Any, special_tokens: Mapping[str, str], *, kil
         raise ValueError(f"{path}: {error}") from error
 
 
-def _template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
+def template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tuple[Path, Any]]:
     """Return file and text of the templates `default` and `tool_use`.
 
     As in transformers, chat_template.jinja and additional_chat_templates/ replace chat_template.json, which replaces

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -68,9 +69,12 @@ def check_weights(config: EngineConfig, model: ModelConfig) -> CheckedCheckpoint
     if config.load_format == "dummy":
         return DummyCheckpoint(spec=model_spec(model, ()), dtype=model.served_dtype(config.dtype))
     assert config.model_path is not None, "EngineConfig requires it for every other format"
-    if config.gguf is not None:
-        return check_checkpoint(open_gguf(config.gguf, config.model_path, model), model)
-    return check_checkpoint(open_index(config.model_path), model)
+    return check_checkpoint(find_tensors(config.model_path, model, config.gguf), model)
+
+
+def find_tensors(directory: Path | str, model: ModelConfig, gguf: str | None = None) -> CheckpointIndex:
+    """Return the index of the checkpoint, or with `gguf` that of the GGUF file whose model `directory` describes."""
+    return open_index(directory) if gguf is None else open_gguf(gguf, directory, model)
 
 
 def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedCheckpoint:

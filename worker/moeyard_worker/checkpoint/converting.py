@@ -12,7 +12,7 @@ import torch
 
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.weight_form import WeightForm, fp8_form, int4_form
-from moeyard_worker.checkpoint.check import DRAFT_LAYER, CheckedCheckpoint, check_checkpoint
+from moeyard_worker.checkpoint.check import DRAFT_LAYER, CheckedCheckpoint, check_checkpoint, find_tensors
 from moeyard_worker.checkpoint.decoding import fill
 from moeyard_worker.checkpoint.formats.choose import choose_format, plain_config
 from moeyard_worker.checkpoint.formats.compressed_tensors import PackedInt4Scheme
@@ -20,7 +20,6 @@ from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme
 from moeyard_worker.checkpoint.formats.plain import PlainScheme
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
 from moeyard_worker.checkpoint.identity import CONFIG_NAME
-from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.checkpoint.quantizing import quantize
 from moeyard_worker.checkpoint.reading import DTYPES, Reader
 from moeyard_worker.checkpoint.writing import NewCheckpoint, Piece
@@ -32,40 +31,47 @@ from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import quantization_config
 from moeyard_worker.models.spec import ModelSpec, model_spec
 
+# Stored dtypes whose values are read as they are.
+_FLOATS = ("F32", "BF16", "F16")
+
 
 def is_quantized(config: ModelConfig) -> bool:
     """Return whether any weights of the checkpoint are stored as codes."""
     return isinstance(config.weights, QuantizedFormat)
 
 
-def dequantized(directory: Path | str) -> NewCheckpoint:
+def dequantized(directory: Path | str, gguf: str | None = None) -> NewCheckpoint:
     """Return the bfloat16 checkpoint that has the answers of the quantised one. Raises CheckpointError for another.
 
-    Tensors that are not quantised keep their dtype, but float16 becomes float32, because plain checkpoints have none.
+    Tensors that are not quantised keep their values: float16 becomes float32, because plain checkpoints have none.
+    With `gguf` the weights are those of a GGUF file, and `directory` describes its model.
     """
-    checkpoint = _open(directory)
-    spec = checkpoint.spec
-    if not is_quantized(spec.config):
+    checkpoint = _open(directory, gguf)
+    spec, entries = checkpoint.spec, checkpoint.index.entries
+    if gguf is None and not is_quantized(spec.config):
         raise CheckpointError(f"{directory}: its weights are not quantised")
-    reader = Reader(checkpoint.index.entries)
+    reader = Reader(entries)
     slices: dict[str, list[Part]] = {}
     for part in spec.parts():
         slices.setdefault(part.key, []).append(part)
     pieces = []
     for key, parts in slices.items():
-        if isinstance(spec.scheme(parts[0]), PlainScheme):
+        coded = any(entries[each].dtype not in _FLOATS for each in spec.stored(parts[:1]))
+        if type(spec.scheme(parts[0])) is PlainScheme and not coded:
             pieces.append(_copy(checkpoint, reader, key))
             continue
-        shape = parts[0].whole or parts[0].shape
-        make = partial(_dequantize, spec, reader, parts if parts[0].whole else parts[:1])
-        pieces.append(Piece({key: (torch.bfloat16, shape)}, make))
-    pieces += [_copy(checkpoint, reader, key) for key in _others(checkpoint)]
+        # Rows of plain values may be in another order than that of the checkpoint.
+        dtype, shape = torch.bfloat16 if coded else torch.float32, parts[0].whole or parts[0].shape
+        make = partial(_dequantize, spec, reader, parts if parts[0].whole else parts[:1], dtype)
+        pieces.append(Piece({key: (dtype, shape)}, make))
+    if gguf is None:
+        pieces += [_copy(checkpoint, reader, key) for key in _others(checkpoint)]
     return _new(checkpoint, plain_config(_config(directory)), pieces)
 
 
-def _dequantize(spec: ModelSpec, reader: Reader, parts: list[Part]) -> dict[str, torch.Tensor]:
+def _dequantize(spec: ModelSpec, reader: Reader, parts: list[Part], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     first = parts[0]
-    values = torch.empty(first.whole or first.shape, dtype=torch.bfloat16)
+    values = torch.empty(first.whole or first.shape, dtype=dtype)
     out = Matrix.plain(values.flatten(0, -2))
     for part in parts:
         # The rows keep the order in which they are stored.
@@ -89,7 +95,7 @@ def quantized(directory: Path | str, name: str) -> NewCheckpoint:
     assert isinstance(target, QuantizedFormat)
     reader = Reader(checkpoint.index.entries)
     pieces, plain = [], []
-    for source, key in _separate_parts(checkpoint.spec):
+    for source, key in separate_parts(checkpoint.spec):
         part = Part(key, source.shape)
         scheme = target.written(part)
         if scheme is None:
@@ -129,7 +135,7 @@ def _form(scheme: QuantizedScheme) -> WeightForm:
     raise AssertionError(f"{scheme} is only read")
 
 
-def _separate_parts(spec: ModelSpec) -> Iterator[tuple[Part, str]]:
+def separate_parts(spec: ModelSpec) -> Iterator[tuple[Part, str]]:
     """Yield all parts, and the keys to write them under. A tensor of all experts becomes tensors of one expert."""
     layers = (replace(each, experts=each.experts and replace(each.experts, fused=False)) for each in spec.layers)
     for source, part in zip(spec.parts(), replace(spec, layers=tuple(layers)).parts(), strict=True):
@@ -140,9 +146,10 @@ def _config(directory: Path | str) -> dict[str, object]:
     return read_json(Path(directory) / CONFIG_NAME)
 
 
-def _open(directory: Path | str) -> CheckedCheckpoint:
+def _open(directory: Path | str, gguf: str | None = None) -> CheckedCheckpoint:
     """Check a checkpoint. Its layer of multi-token prediction counts as read if it has one."""
-    config, index = load_model_config(directory), open_index(directory)
+    config = load_model_config(directory, gguf=gguf is not None)
+    index = find_tensors(directory, config, gguf)
     names = model_spec(config, index.entries).names
     drafts = names.draft_layer.format(i=names.first_draft(config.num_layers))
     if config.num_mtp_layers and any(key.startswith(drafts) for key in index.entries):

@@ -9,7 +9,7 @@ cut short, so everything here is bounded and compared with the file's size.
 import io
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -67,10 +67,14 @@ _OTHER_TYPES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """The metadata without arrays, and the tensors by name. Shapes are row-major, as those of torch."""
+    """The metadata, and the tensors by name. Shapes are row-major, as those of torch.
+
+    arrays: the arrays of the metadata. Those that were not asked for are empty.
+    """
 
     file: Path
     metadata: Mapping[str, Value]
+    arrays: Mapping[str, tuple[Value, ...]]
     tensors: Mapping[str, TensorEntry]
 
     def error(self, key: str, message: str) -> CheckpointError:
@@ -85,8 +89,11 @@ class GgufHeader:
         return value
 
 
-def read_gguf_header(file: Path) -> GgufHeader:
-    """Return the header of one file, checked against its size. Raises CheckpointError naming file and key."""
+def read_gguf_header(file: Path, arrays: Container[str] = ()) -> GgufHeader:
+    """Return the header of one file, checked against its size, with the values of these arrays.
+
+    Raises CheckpointError naming file and key.
+    """
     with open_regular(file) as stream:
         stamp = FileStamp.of(stream.fileno())
         source = _Source(file, stream, min(stamp.size, MAX_HEADER_BYTES))
@@ -96,12 +103,12 @@ def read_gguf_header(file: Path) -> GgufHeader:
         if version not in _VERSIONS:
             raise CheckpointError(f"{file}: GGUF version {version} is not supported (supported: 2, 3; little-endian)")
         num_tensors = source.count(MAX_TENSORS, "tensors")
-        metadata = _read_metadata(source, source.count(MAX_PAIRS, "key-value pairs"))
+        metadata, found = _read_metadata(source, source.count(MAX_PAIRS, "key-value pairs"), arrays)
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= _MAX_ALIGNMENT or alignment.bit_count() != 1:
             raise CheckpointError(f"{file}: general.alignment is {alignment!r:.80}, expected a power of two")
         described = [_describe(source) for _ in range(num_tensors)]
-    return GgufHeader(file, metadata, _place(described, source, alignment, stamp))
+    return GgufHeader(file, metadata, found, _place(described, source, alignment, stamp))
 
 
 class _Source:
@@ -160,11 +167,15 @@ class _Source:
         return value
 
 
-def _read_metadata(source: _Source, count: int) -> Mapping[str, Value]:
+def _read_metadata(
+    source: _Source, count: int, kept: Container[str]
+) -> tuple[Mapping[str, Value], Mapping[str, tuple[Value, ...]]]:
+    """Return the next key-value pairs: scalars and texts, and arrays."""
     found: dict[str, Value] = {}
+    arrays: dict[str, tuple[Value, ...]] = {}
     for index in range(count):
         key = source.name(f"key-value pair {index}")
-        if key in found:
+        if key in found or key in arrays:
             raise CheckpointError(f"{source.file}: {key} occurs twice")
         kind = source.number("I", key)
         if kind in _SCALARS:
@@ -175,24 +186,32 @@ def _read_metadata(source: _Source, count: int) -> Mapping[str, Value]:
                 raise CheckpointError(f"{source.file}: {key} has {length} bytes, at most {MAX_TEXT_BYTES} are read")
             found[key] = source.take(length, key).decode("utf-8", "replace")
         elif kind == _ARRAY:
-            _skip_array(source, key)
+            arrays[key] = _read_array(source, key, keep=key in kept)
         else:
             raise CheckpointError(f"{source.file}: {key} has type {kind}, which GGUF does not define")
-    return MappingProxyType(found)
+    return MappingProxyType(found), MappingProxyType(arrays)
 
 
-def _skip_array(source: _Source, key: str) -> None:
-    """Read past an array: no key that is used has one."""
+def _read_array(source: _Source, key: str, *, keep: bool) -> tuple[Value, ...]:
+    """Return the values of the next array. Without `keep` read past them, and return none."""
     kind, count = source.number("I", key), source.number("Q", key)
     if count > MAX_VOCAB:
         raise CheckpointError(f"{source.file}: {key} has {count} entries, at most {MAX_VOCAB} are read")
     if kind in _SCALARS:
-        source.take(count * struct.calcsize(_SCALARS[kind]), key)
-    elif kind == _TEXT:
-        for _ in range(count):
-            source.take(source.number("Q", key), key)
-    else:
+        code = _SCALARS[kind]
+        raw = source.take(count * struct.calcsize(code), key)
+        return struct.unpack(f"<{count}{code}", raw) if keep else ()
+    if kind != _TEXT:
         raise CheckpointError(f"{source.file}: {key} is an array of type {kind}, expected numbers or strings")
+    texts = []
+    for _ in range(count):
+        raw = source.take(source.number("Q", key), key)
+        if keep:
+            texts.append(raw)
+    try:
+        return tuple(raw.decode("utf-8") for raw in texts)
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{source.file}: {key} holds a string that is not UTF-8") from error
 
 
 def _describe(source: _Source) -> tuple[str, TensorType, tuple[int, ...], int]:

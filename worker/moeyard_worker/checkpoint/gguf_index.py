@@ -7,7 +7,7 @@ llama.cpp's converter (conversion/, one class per architecture) decides what a f
 - deepseek2: kv_b is two tensors, k_b transposed (`DeepseekV2Model.modify_tensors`). Older files have it as one.
 - qwen3moe and olmoe: no tensor is changed.
 
-Other architectures are refused. The settings come from the config.json of the original model. Those that the file
+Other architectures are refused. The settings come from a config.json (`gguf_config.py` makes one). Those that the file
 repeats must be equal, because a variant of the same sizes with another rotation would answer nonsense.
 """
 
@@ -15,6 +15,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import MappingProxyType
 
@@ -157,6 +158,30 @@ def _named(header: GgufHeader, name: str, entry: TensorEntry, model: ModelConfig
     if key is None:
         raise header.error(name, "is a tensor that is not known")
     yield prefix + key, entry
+
+
+def gguf_names(model: ModelConfig, names: Names) -> dict[str, str]:
+    """Return the names in GGUF files by those of safetensors. Keys of experts contain {e} in place of a number."""
+    found = {names.embed: "token_embd.weight", names.norm: "output_norm.weight", names.lm_head: "output.weight"}
+    modules = (
+        "attn_norm",
+        "ffn_norm",
+        "ffn_gate_inp",
+        "exp_probs_b",
+        *_ATTENTION,
+        *_MLP,
+        *(f"{m}_shexp" for m in _MLP),
+    )
+    for i in range(model.num_layers):
+        at = names.layer.format(i=i)
+        for prefix in names.moe:
+            own = replace(names, moe=(prefix,))
+            for module, kind in product(modules, ("weight", "bias")):
+                if (key := _of_layer(module, kind, own)) is not None:
+                    found[at + key] = f"blk.{i}.{module}.{kind}"
+            for module, index in _EXPERTS.items():
+                found[f"{at}{prefix}experts.{{e}}.{names.expert[index]}.weight"] = f"blk.{i}.{module}.weight"
+    return found
 
 
 def _of_layer(module: str, kind: str, names: Names) -> str | None:

@@ -12,18 +12,17 @@ import torch
 
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.types.matrix import ExpertViews, Matrix
-from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_checkpoint
+from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_checkpoint, find_tensors
 from moeyard_worker.checkpoint.decoding import fill
 from moeyard_worker.checkpoint.dummy import DummyWeights
-from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.checkpoint.reading import PinnedBuffers, Reader
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.model_config import ModelConfig
 
 
-def open_checkpoint(directory: Path | str, config: ModelConfig) -> CheckedCheckpoint:
-    """Read all headers and check that the checkpoint is complete. Raises CheckpointError."""
-    return check_checkpoint(open_index(directory), config)
+def open_checkpoint(directory: Path | str, config: ModelConfig, gguf: str | None = None) -> CheckedCheckpoint:
+    """Read all headers and check that the checkpoint, or the GGUF file, is complete. Raises CheckpointError."""
+    return check_checkpoint(find_tensors(directory, config, gguf), config)
 
 
 def open_weights(

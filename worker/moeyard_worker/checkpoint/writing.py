@@ -8,7 +8,8 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,17 +78,11 @@ class NewCheckpoint:
 
         Raises ValueError if `out` exists, or if OUT.partial does not belong to a run with the same arguments.
         """
-        if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-            raise ValueError(f"{out}: exists already; name a directory that does not exist")
-        partial = out.with_name(f"{out.name}.partial")
-        partial.mkdir(parents=True, exist_ok=True)
-        if any(partial.iterdir()) and not (partial / _RECORD).exists():
-            raise ValueError(f"{partial}: holds other files; remove it, or name another directory")
-        with (partial / _RECORD).open("a+") as record:
-            self._claim(partial, record)
+        wanted = {"source": self.identity, "config": self.config, "bytes": self.num_bytes}
+        with new_directory(out, wanted) as partial:
             shards = self.shards()
             names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
-            _check_space(
+            check_space(
                 partial,
                 sum(p.num_bytes for n, s in zip(names, shards, strict=True) for p in s if not (partial / n).exists()),
             )
@@ -98,26 +93,45 @@ class NewCheckpoint:
             _copy_others(self.source, partial)
             _write_json(partial / INDEX_NAME, index)
             _write_json(partial / CONFIG_NAME, self.config)
-            partial.rename(out)
-            (out / _RECORD).unlink()
-
-    def _claim(self, partial: Path, record: Any) -> None:
-        """Lock the record of `partial`. Write it, or check that it describes this checkpoint."""
-        try:
-            fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"{partial}: another process is writing there") from None
-        record.seek(0)
-        found = record.read()
-        wanted = json.dumps({"source": self.identity, "config": self.config, "bytes": self.num_bytes})
-        if not found:
-            record.write(wanted)
-            record.flush()
-        elif found != wanted:
-            raise ValueError(f"{partial}: was begun with another model or form; remove it, or name another directory")
 
 
-def _check_space(directory: Path, needed: int) -> None:
+@contextmanager
+def new_directory(out: Path, wanted: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield the directory OUT.partial to write to. It becomes `out` if the caller raises nothing.
+
+    An earlier run's files are in it if that run's `wanted` was equal. Raises ValueError if `out` exists, or if
+    OUT.partial belongs to another run.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"{out}: exists already; name a directory that does not exist")
+    partial = out.with_name(f"{out.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    if any(partial.iterdir()) and not (partial / _RECORD).exists():
+        raise ValueError(f"{partial}: holds other files; remove it, or name another directory")
+    with (partial / _RECORD).open("a+") as record:
+        _claim(partial, record, json.dumps(wanted))
+        yield partial
+        partial.rename(out)
+        (out / _RECORD).unlink()
+
+
+def _claim(partial: Path, record: Any, wanted: str) -> None:
+    """Lock the record of `partial`. Write it, or check that it says what is wanted."""
+    try:
+        fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{partial}: another process is writing there") from None
+    record.seek(0)
+    found = record.read()
+    if not found:
+        record.write(wanted)
+        record.flush()
+    elif found != wanted:
+        raise ValueError(f"{partial}: was begun with another model or form; remove it, or name another directory")
+
+
+def check_space(directory: Path, needed: int) -> None:
+    """Raise ValueError if a directory's disk has fewer bytes left."""
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ValueError(f"{directory}: {needed / 1e9:.1f} GB are to be written, but {free / 1e9:.1f} GB are free")

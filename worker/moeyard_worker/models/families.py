@@ -114,13 +114,13 @@ def parse_model_config(config: Fields, stop: Fields, *, gguf: bool = False) -> M
     )
     _check(config, model)
     if isinstance(weights, GgufFormat):
-        model = replace(model, weights=_gguf_format(model))
+        model = replace(model, weights=gguf_format(model))
     for fields in (config, stop):
         _check_ids(fields, model.vocab_size)
     return model
 
 
-def _gguf_format(model: ModelConfig) -> GgufFormat:
+def gguf_format(model: ModelConfig) -> GgufFormat:
     """Return how the converter of llama.cpp stores the attention of a model."""
     attention = model.attention[0]
     if isinstance(attention, Mla):

@@ -27,14 +27,17 @@ def local_runner(
     num_slots: int | None = None,
     policy: str = "slru",
     num_state_slots: int = 8,
+    gguf: str | None = None,
 ) -> Runner:
     """Return the runner of a fleet of one rank. `num_slots`: the number of expert slots (None: one for each expert).
+
+    `gguf`: a GGUF file with the weights of the model that `directory` describes.
 
     The longest sequence fills `num_pages`. `num_state_slots`: slots of state per sequence, if the model keeps such
     state. Raises CheckpointError.
     """
-    config = load_model_config(directory, num_pages * page_size)
-    checkpoint = open_checkpoint(directory, config)
+    config = load_model_config(directory, num_pages * page_size, gguf=gguf is not None)
+    checkpoint = open_checkpoint(directory, config, gguf)
     backend = cpu_backend(page_size) if backend is None else backend
     weights = CheckpointWeights(checkpoint, backend=backend, dtype=dtype)
     experts = ExpertCache(

@@ -81,16 +81,18 @@ def sample_prompts(directory: Path | str, config: ModelConfig) -> list[list[int]
     return [prompt for prompt in prompts if len(prompt) + NUM_NEW_TOKENS <= config.max_position]
 
 
-def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -> Any:
+def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype, gguf: str | None = None) -> Any:
     """Load the checkpoint as a transformers model for inference.
 
-    transformers gets the values of quantised weights, because its own decoder of fp8 is wrong for partial blocks.
+    transformers gets the values of quantised weights, because its own decoder of fp8 is wrong for partial blocks, and
+    it reads few families from a GGUF file.
     """
     transformers.utils.logging.disable_progress_bar()
     model_class = getattr(transformers, FAMILIES[family].reference)
     # The model type selects the conversion of stored tensors. For an unknown type, transformers would skip it and leave
     # the experts at random values.
-    new = dequantized(directory) if is_quantized(load_model_config(directory)) else None
+    coded = gguf is not None or is_quantized(load_model_config(directory))
+    new = dequantized(directory, gguf) if coded else None
     settings = read_json(Path(directory) / "config.json") if new is None else dict(new.config)
     if FAMILIES[family].text_config:
         tied = settings.get("tie_word_embeddings", False)
@@ -113,23 +115,24 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype) -
     return quiet.from_pretrained(None, config=config, state_dict=values, **options).eval()
 
 
-def verify(directory: Path | str, *, dtype: str = "float32") -> int:
+def verify(directory: Path | str, *, dtype: str = "float32", gguf: str | None = None) -> int:
     """Print a table of differences. Return 0 if logits and tokens agree, 1 if not or if no prompt fits.
 
     `dtype` is "float32" or "bfloat16". Greedy tokens count in float32 only, because bfloat16 decides near ties either
-    way. Raises CheckpointError for a checkpoint that cannot be read.
+    way. With `gguf` the weights are those of a GGUF file, and `directory` describes its model. Raises CheckpointError
+    for a checkpoint that cannot be read.
     """
     if dtype not in TOLERANCE:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(TOLERANCE)}")
-    config = load_model_config(directory)
+    config = load_model_config(directory, gguf=gguf is not None)
     prompts = sample_prompts(directory, config)
     if not prompts:
         print(f"{directory}: no test prompt and {NUM_NEW_TOKENS} tokens fit {config.max_position} positions")
         return 1
     num_pages = -(-(max(map(len, prompts)) + NUM_NEW_TOKENS) // PAGE_SIZE)
-    runner = local_runner(directory, dtype=getattr(torch, dtype), num_pages=num_pages)
-    model = reference_model(directory, config.family, dtype=getattr(torch, dtype))
-    print(f"{directory}: {config.family}, {config.num_layers} layers, {config.num_experts} experts, {dtype}")
+    runner = local_runner(directory, dtype=getattr(torch, dtype), num_pages=num_pages, gguf=gguf)
+    model = reference_model(directory, config.family, dtype=getattr(torch, dtype), gguf=gguf)
+    print(f"{gguf or directory}: {config.family}, {config.num_layers} layers, {config.num_experts} experts, {dtype}")
     print(f"{'prompt tokens':>14} {'max abs':>10} {'max rel':>10} {'greedy tokens equal':>20}")
     agree = True
     for prompt in prompts:
