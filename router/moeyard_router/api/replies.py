@@ -18,22 +18,23 @@ PIECE_BYTES = 64 * 1024  # largest part of a body that is encoded or sent in one
 # With more log-probabilities than this, of prompts and output, an answer is encoded in a thread, item by item. Encoding
 # fewer takes less time than waking the thread.
 MANY_SCORES = 512
-_BASE64_BYTES = PIECE_BYTES // 4 * 3
+_BASE64_BYTES = PIECE_BYTES // 4 * 3  # bytes that become one piece of base64 text; a multiple of 3
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
 _NULL = b"null"
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
-def npy(shape: RoutedShape, experts: bytes | bytearray) -> bytes:
-    """Return experts [tokens, layers, top_k] as a file of numpy's format, version 1.0, which `numpy.load` reads.
+def npy_header(shape: RoutedShape, rows: int) -> bytes:
+    """Return the bytes that make experts [rows, layers, top_k] a file that `numpy.load` reads.
 
-    Source: numpy.lib.format. The header is padded to a multiple of 64 bytes.
+    Source: numpy.lib.format, version 1.0, whose headers have multiples of 64 bytes. This one has a multiple of 192, so
+    that its base64 text can be followed by that of the experts.
     """
-    kind, rows = {1: "|u1", 2: "<u2"}[shape.id_bytes], len(experts) // shape.row_bytes
+    kind = {1: "|u1", 2: "<u2"}[shape.id_bytes]
     dims = f"({rows}, {shape.layers}, {shape.top_k})"
     text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {dims}, }}"
-    text += " " * (-(len(text) + 11) % 64) + "\n"
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode() + experts
+    text += " " * (-(len(text) + 11) % 192) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
 
 
 class LongLists:
@@ -62,15 +63,15 @@ class LongLists:
         # JSON contains no zero byte: it writes \u0000.
         return orjson.Fragment(b"\0%d\0" % (len(self._lists) - 1))
 
-    def add_base64(self, data: bytes) -> orjson.Fragment:
-        """Store bytes as base64 text and return its placeholder."""
-        parts = (data[begin : begin + _BASE64_BYTES] for begin in range(0, len(data), _BASE64_BYTES))
-        self._lists.append([b'"', *(binascii.b2a_base64(part, newline=False) for part in parts), b'"'])
-        return orjson.Fragment(b"\0%d\0" % (len(self._lists) - 1))
-
     def add_experts(self, job: Job, choice: Choice) -> dict[str, orjson.Fragment]:
         """Store a choice's routed experts. Return the answer's field with them, nothing if they are not wanted."""
-        return {} if job.routing is None else {"routed_experts": self.add_base64(npy(job.routing, choice.experts))}
+        if job.routing is None:
+            return {}
+        view = memoryview(choice.experts)
+        parts: list[bytes | memoryview] = [npy_header(job.routing, len(view) // job.routing.row_bytes)]
+        parts += [view[begin : begin + _BASE64_BYTES] for begin in range(0, len(view), _BASE64_BYTES)]
+        self._lists.append([b'"', *(binascii.b2a_base64(part, newline=False) for part in parts), b'"'])
+        return {"routed_experts": orjson.Fragment(b"\0%d\0" % (len(self._lists) - 1))}
 
     def pieces(self, data: bytes) -> list[bytes]:
         """Return `data` in pieces, with the lists in place of their placeholders, and drop the lists."""
