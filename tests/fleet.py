@@ -31,6 +31,7 @@ from moeyard_worker.protocol import (
     Hello,
     Inspect,
     Message,
+    PromptExperts,
     PromptLogprobs,
     Rejected,
     SamplingParams,
@@ -217,6 +218,8 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    experts: bytes = b""
+    num_routed: int = 0
     end: Done | Rejected | None = None
 
 
@@ -286,6 +289,7 @@ class Client:
                 self.submits[name][1],
                 output_token_ids=tuple(answer.token_ids),
                 num_scored=len(answer.prompt_logprobs),
+                num_routed=answer.num_routed,
             )
             self.submits[name] = (rank, submit)
             self.send(rank, submit)
@@ -314,13 +318,19 @@ class Client:
         if isinstance(message, ExpertLoads):
             self.loads[message.rank] = message
             return
-        assert isinstance(message, PromptLogprobs | Tokens | Done | Rejected), message
+        assert isinstance(message, PromptLogprobs | PromptExperts | Tokens | Done | Rejected), message
         answer = self.answers[message.request_id]
         assert answer.end is None, f"{message.request_id} was answered after its end: {message}"
         if isinstance(message, Tokens):
             assert message.start == len(answer.token_ids), "tokens out of order"
             answer.token_ids += message.token_ids
             answer.logprobs += message.logprobs
+            answer.experts += message.routed_experts
+        elif isinstance(message, PromptExperts):
+            assert message.start == (answer.num_routed or message.start), "positions out of order or repeated"
+            assert not answer.token_ids, "output before the prompt"
+            answer.experts += message.experts
+            answer.num_routed = message.start + message.count
         elif isinstance(message, PromptLogprobs):
             assert message.start == len(answer.prompt_logprobs) + 1, "prompt tokens out of order or repeated"
             assert not answer.token_ids, "output before the prompt"

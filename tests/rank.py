@@ -11,7 +11,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.engine.sampling.forced_output import ForcedOutput
-from moeyard_worker.protocol import Done, PromptLogprobs, SamplingParams, Submit, TokenLogprob, Tokens
+from moeyard_worker.protocol import Done, PromptExperts, PromptLogprobs, SamplingParams, Submit, TokenLogprob, Tokens
 from moeyard_worker.scheduling.request import Constraint, SchedulerStats
 from moeyard_worker.scheduling.scheduler import Scheduler
 
@@ -26,6 +26,7 @@ class Reply:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    experts: bytes = b""
     end: tuple[str, int | None] | None = None
 
 
@@ -100,10 +101,11 @@ class Rank:
                 output_token_ids=begun.get(name, ()),
             )
             assert scheduler.add(submit, b"client", 0.0, held) is None
-        self._step(scheduler, replies, depth)
+        self.step(scheduler, replies, depth)
         return replies
 
-    def _step(self, scheduler: Scheduler, replies: dict[str, Reply], depth: Depth) -> None:
+    def step(self, scheduler: Scheduler, replies: dict[str, Reply], depth: Depth = as_wanted) -> None:
+        """Run steps until the scheduler has no work. Add the messages to `replies`."""
         flights: deque[Any] = deque()
         number = 0
         while scheduler.has_work() or flights:
@@ -121,7 +123,10 @@ class Rank:
                     continue
             launched = flights.popleft()
             assert not launched.unsound
-            for reply in scheduler.complete(launched.step, launched.results, number * 0.01, launched.scores):
+            replied = scheduler.complete(
+                launched.step, launched.results, number * 0.01, launched.scores, launched.experts
+            )
+            for reply in replied:
                 add_message(replies, reply.message)
             scheduler.validate()
 
@@ -131,6 +136,9 @@ def add_message(replies: dict[str, Reply], message: Any) -> None:
     if isinstance(message, Tokens):
         replies[message.request_id].token_ids += message.token_ids
         replies[message.request_id].logprobs += message.logprobs
+        replies[message.request_id].experts += message.routed_experts
+    elif isinstance(message, PromptExperts):
+        replies[message.request_id].experts += message.experts
     elif isinstance(message, PromptLogprobs):
         replies[message.request_id].prompt_logprobs += message.logprobs
     else:

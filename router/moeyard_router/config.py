@@ -34,6 +34,20 @@ class WorkerAddress:
         return not self.endpoint
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedShape:
+    """The form of a token's routed experts: MoE layers, experts per layer, bytes of an id (1 or 2)."""
+
+    layers: int
+    top_k: int
+    id_bytes: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes per token."""
+        return self.layers * self.top_k * self.id_bytes
+
+
 # Fields of `RouterConfig` that must be at least 1, or None where that is allowed.
 _COUNTS = (
     *("max_model_len", "vocab_size", "max_inflight", "max_choices", "intake_processes"),
@@ -159,6 +173,7 @@ class RouterConfig:
     canary_interval, canary_timeout: idle time before a tiny request tests the fleet, and how long that may take.
     shutdown_grace: how long open streams may continue after SIGTERM.
     kv_compression: default of requests. prefix_caching: whether workers reuse prefixes, so that routing by prefix pays.
+    routing: the form of routed experts, if the workers keep them.
     unknown_fields: "reject" answers unknown fields with 400; otherwise they are dropped and named in a header.
     metric_aliases: further sets of metric names; "vllm" is the only one.
     restarted: whether this router replaces one that served these workers. Then requests wait until all workers are
@@ -247,6 +262,7 @@ class RouterConfig:
     canary_interval: float = 30.0
     canary_timeout: float = 15.0
     prefix_caching: bool = True
+    routing: RoutedShape | None = None
     access: AccessConfig = AccessConfig()
     restarted: bool = False
     keys: RouterKeys | None = None

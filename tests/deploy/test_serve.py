@@ -1,7 +1,9 @@
 """The real `moeyard serve` and `moeyard demo` with Ray: startup, requests, sockets, memory, idle time, shutdown."""
 
+import base64
 import contextlib
 import fcntl
+import io
 import ipaddress
 import json
 import os
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
 from safetensors.torch import load_file
@@ -502,13 +505,21 @@ def test_error_restarts_the_only_worker(command: Callable[..., Command], tmp_pat
 
 def test_serves_random_weights_and_sigterm_ends_streams(command: Callable[..., Command]) -> None:
     """Random weights and no tokenizer: token ids in and out. A service manager stops it during an answer."""
-    served = command("serve", "--load-format", "dummy", "--shape", "moeyard-demo", "--layers", "2", "--port", "0")
+    shape = ("--load-format", "dummy", "--shape", "moeyard-demo", "--layers", "2")
+    served = command("serve", *shape, "--enable-return-routed-experts", "--port", "0")
     served.wait_ready()
     assert "prompts are token ids" in served.err.read_text()
     body = {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0}
     answer = post(f"{served.url}/v1/completions", json=body).json()
     assert answer["model"] == "moeyard-demo"
     assert len(answer["choices"][0]["token_ids"]) == 4
+    sampling = {"max_tokens": 4, "temperature": 0}
+    body = {"token_ids": [1, 2, 3], "sampling_params": sampling}
+    (choice,) = post(f"{served.url}/inference/v1/generate", json=body).json()["choices"]
+    assert choice["token_ids"] == answer["choices"][0]["token_ids"]
+    assert choice["routed_experts"] == answer["choices"][0]["routed_experts"]
+    experts = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    assert (experts.shape, experts.dtype) == ((6, 1, 4), np.uint8)
     assert post(f"{served.url}/v1/completions", json={"prompt": "text"}).status_code == 400
     with stream_of(served, prompt=[1], max_tokens=300, ignore_eos=True, model="moeyard-demo") as lines:
         next(lines)

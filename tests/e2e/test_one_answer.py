@@ -1,4 +1,4 @@
-"""One answer: token ids and log-probability bits of a request do not depend on how it runs.
+"""One answer: token ids, log-probability bits and routed experts of a request do not depend on how it runs.
 
 Every combination of ranks, exchange, expert slots, policy, prefill chunk and KV pages runs the same requests. They run
 alone and in a mixed batch, with prefix misses and hits. The answers equal those of one rank with all experts resident
@@ -84,6 +84,15 @@ def requests(*, compressed: bool = False) -> dict[str, tuple[list[int], dict[str
     return {name: ([rng.randrange(VOCAB) for _ in range(size)], {**params, **common}) for name, size, params in sizes}
 
 
+def asked(fleet: Fleet, *, compressed: bool) -> dict[str, tuple[list[int], dict[str, Any]]]:
+    """Return the requests. If the fleet keeps routing, all of them want it, one from a later position on."""
+    found = requests(compressed=compressed)
+    if fleet.config.enable_return_routed_experts:
+        for name, (_, sampling) in found.items():
+            sampling["routed_experts_start"] = 20 if name == "b" else 0
+    return found
+
+
 def read_model(case: Case, model: Path) -> ModelConfig:
     """Return the model's config, with the MTP layer if the case drafts."""
     read = load_model_config(model)
@@ -108,6 +117,7 @@ def config(case: Case, model: Path) -> EngineConfig:
         max_batch_tokens=256,
         max_num_seqs=16,
         async_scheduling=case.deep == 2,
+        enable_return_routed_experts=True,
         speculate="mtp" if case.drafts else None,
         # 3 stands for adaptive: up to three drafts, chosen by each rank.
         draft_tokens=None if case.drafts == 3 else case.drafts or 1,
@@ -149,23 +159,23 @@ def dealt_evenly(read: ModelConfig, ranks: int, seed: str, *, copied: bool = Tru
 
 
 def bits(answer: Answer) -> tuple[Any, ...]:
-    """Return all that must not change: ids, and log-probabilities compared as floats without tolerance."""
+    """Return all that must not change: ids, experts, and log-probabilities compared as floats without tolerance."""
     assert getattr(answer.end, "finish_reason", None) == "length", answer.end
-    return tuple(answer.token_ids), tuple(answer.logprobs), tuple(answer.prompt_logprobs)
+    return tuple(answer.token_ids), tuple(answer.logprobs), tuple(answer.prompt_logprobs), answer.experts
 
 
 def run_mixed(
     fleet: Fleet, label: str, ranks: dict[str, int], *, compressed: bool = False
 ) -> dict[str, tuple[Any, ...]]:
     """Run all requests at once, each on its rank."""
-    for name, (prompt, sampling) in requests(compressed=compressed).items():
+    for name, (prompt, sampling) in asked(fleet, compressed=compressed).items():
         fleet.client.submit(ranks[name], f"{label}-{name}", prompt, **sampling)
     return {name: bits(fleet.client.wait(f"{label}-{name}")[0]) for name in ranks}
 
 
 def run_alone(fleet: Fleet, label: str, name: str, rank: int, *, compressed: bool = False) -> tuple[Any, ...]:
     """Run one request alone."""
-    prompt, sampling = requests(compressed=compressed)[name]
+    prompt, sampling = asked(fleet, compressed=compressed)[name]
     fleet.client.submit(rank, f"{label}-{name}", prompt, **sampling)
     return bits(fleet.client.wait(f"{label}-{name}")[0])
 
@@ -233,6 +243,10 @@ def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, t
         if case.ranks > 1 and case.policy == "slru":
             spread = {name: i % case.ranks for i, name in enumerate(requests())}
             assert run_mixed(fleet, "spread", spread, compressed=kept) == expected
+        read = load_model_config(model)
+        width = len(read.routed_layers) * read.top_k * read.expert_id_bytes
+        for name, (prompt, sampling) in asked(fleet, compressed=kept).items():
+            assert len(expected[name][-1]) == width * (len(prompt) + 11 - sampling["routed_experts_start"])
         stats = fleet.call("stats")[0]
         assert stats["prefix_hit_tokens"] > 0
         # With drafts or compression a request may end before pages run out. tests/engine preempts those.

@@ -15,6 +15,8 @@ from moeyard_worker.protocol import Done
 
 # A killed process is noticed at once. A busy machine must not make a rank look stopped.
 DEADLINE = 20.0
+# All requests want their routed experts.
+ROUTED: dict[str, Any] = {"enable_return_routed_experts": True}
 # Tokens of a request that must still run when its rank is lost.
 LONG = 200
 PROMPTS = [tuple(range(1 + i, 9 + 5 * i)) for i in range(9)]
@@ -27,7 +29,7 @@ def sampling(i: int, max_tokens: int = 40) -> dict[str, Any]:
         {"temperature": 1.0, "seed": 7 + i, "logprobs": 3},
         {"temperature": 0.8, "seed": i, "presence_penalty": 0.5, "repetition_penalty": 1.1, "prompt_logprobs": 2},
     ]
-    return {"max_tokens": max_tokens, "ignore_eos": True, **kinds[i % len(kinds)]}
+    return {"max_tokens": max_tokens, "ignore_eos": True, "routed_experts_start": i % 3, **kinds[i % len(kinds)]}
 
 
 def submit_all(fleet: Fleet) -> None:
@@ -40,7 +42,7 @@ def results(answers: list[Answer]) -> list[Any]:
     for answer in answers:
         assert isinstance(answer.end, Done), answer.end
         assert answer.end.completion_tokens == len(answer.token_ids)
-    return [(a.token_ids, a.logprobs, a.prompt_logprobs, a.end and a.end.finish_reason) for a in answers]
+    return [(a.token_ids, a.logprobs, a.prompt_logprobs, a.experts, a.end and a.end.finish_reason) for a in answers]
 
 
 def kill(fleet: Fleet, rank: int) -> None:
@@ -66,7 +68,7 @@ def test_answers_stay_the_same_when_ranks_are_lost(
 ) -> None:
     """Ranks are killed in prefill, two at once while decoding, and idle. Their requests continue on all ranks."""
     options = {"prefill_chunk": 16, **options}
-    config = engine_config(checkpoints[kind], num_workers=3, step_deadline=DEADLINE, **options)
+    config = engine_config(checkpoints[kind], num_workers=3, step_deadline=DEADLINE, **ROUTED, **options)
     rng = random.Random(repr(options))
     with start_fleet(processes, config) as fleet:
         client = fleet.client
@@ -93,7 +95,7 @@ def test_answers_stay_the_same_when_ranks_are_lost(
 
 def test_survivors_accept_requests_while_they_wait(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
     """Snapshots report the reason for waiting. Requests run after the recovery, and aborts are answered at once."""
-    config = engine_config(checkpoints["mla"], num_workers=2, step_deadline=DEADLINE)
+    config = engine_config(checkpoints["mla"], num_workers=2, step_deadline=DEADLINE, **ROUTED)
     with start_fleet(processes, config) as fleet:
         client = fleet.client
         client.hello()
@@ -124,7 +126,7 @@ def test_survivors_keep_the_kv_of_their_requests(
     processes: ProcessPool, checkpoints: dict[str, Path], options: dict[str, Any]
 ) -> None:
     """Only requests of the lost rank are computed again: their prompts and their output so far."""
-    config = engine_config(checkpoints["mla"], num_workers=2, step_deadline=DEADLINE, **options)
+    config = engine_config(checkpoints["mla"], num_workers=2, step_deadline=DEADLINE, **ROUTED, **options)
     prompts = {"stays": PROMPTS[7], "moves": PROMPTS[8]}
     with start_fleet(processes, config) as fleet:
         client = fleet.client

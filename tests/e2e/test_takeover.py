@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.http_fleet import engine_config
-from tests.e2e.test_recovery import DEADLINE, PROMPTS, kill, results, sampling, submit_all
+from tests.e2e.test_recovery import DEADLINE, PROMPTS, ROUTED, kill, results, sampling, submit_all
 from tests.fleet import Client, Fleet, ProcessPool, first_placement, start_fleet
 
 from moeyard_worker.config.placement import Placement
@@ -35,7 +35,9 @@ def test_survivors_take_over_and_give_back(
     processes: ProcessPool, checkpoints: dict[str, Path], options: dict[str, Any]
 ) -> None:
     """One rank is lost, then a second one while the first is away. Both come back while requests run."""
-    config = engine_config(checkpoints["mla"], num_workers=RANKS, step_deadline=DEADLINE, prefill_chunk=16, **options)
+    config = engine_config(
+        checkpoints["mla"], num_workers=RANKS, step_deadline=DEADLINE, prefill_chunk=16, **ROUTED, **options
+    )
     with start_fleet(processes, config) as fleet:
         client = fleet.client
         submit_all(fleet)
@@ -64,7 +66,7 @@ def test_survivors_take_over_and_give_back(
 
 def test_loss_during_takeover_starts_another(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
     """The successor is lost halfway through reading the experts, and again while it gives them back."""
-    config = engine_config(checkpoints["gqa"], num_workers=RANKS, step_deadline=DEADLINE)
+    config = engine_config(checkpoints["gqa"], num_workers=RANKS, step_deadline=DEADLINE, **ROUTED)
     with start_fleet(processes, config) as fleet:
         client = fleet.client
         submit_all(fleet)
@@ -96,7 +98,7 @@ def test_loss_during_takeover_starts_another(processes: ProcessPool, checkpoints
 @pytest.mark.slow
 def test_takeover_from_copies_reads_nothing(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
     """All experts of rank 1 have a copy on another rank, so its loss needs no reads."""
-    config = engine_config(checkpoints["gqa"], num_workers=RANKS, step_deadline=DEADLINE)
+    config = engine_config(checkpoints["gqa"], num_workers=RANKS, step_deadline=DEADLINE, **ROUTED)
     whole = first_placement(config)
     copies = tuple(tuple((e, 2 * (e % 2)) for e, owner in enumerate(row) if owner == 1) for row in whole.owners)
     with start_fleet(processes, config, Placement(whole.layers, whole.owners, copies)) as fleet:
@@ -117,7 +119,7 @@ def test_takeover_from_copies_reads_nothing(processes: ProcessPool, checkpoints:
 @pytest.mark.slow
 def test_fleets_grow_and_shrink(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
     """Two of four ranks leave and come back. Their requests continue on the others, with experts in slots."""
-    config = engine_config(checkpoints["mla"], num_workers=4, expert_slots=3, step_deadline=DEADLINE)
+    config = engine_config(checkpoints["mla"], num_workers=4, expert_slots=3, step_deadline=DEADLINE, **ROUTED)
     with start_fleet(processes, config) as fleet:
         client = fleet.client
         submit_all(fleet)

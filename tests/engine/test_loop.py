@@ -48,6 +48,7 @@ class Device:
             has_run=ran.is_set,
             results=[],
             scores=[],
+            experts=b"",
             unsound=(),
             device_seconds=None,
             waited=0.0,
@@ -112,6 +113,7 @@ class Timed:
     end: float
     device_seconds: float
     scores: tuple[()] = ()
+    experts: bytes = b""
     waited: float = 0.0
 
     def has_run(self) -> bool:

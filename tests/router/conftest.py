@@ -22,7 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from moeyard.fleet.routers import RouterProcesses
 from moeyard.listen import bind
-from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.config import RoutedShape, RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
 from moeyard_router.text.chat import TextCodec
 from moeyard_worker.keys import WorkerKeys
@@ -342,5 +342,6 @@ def script(codec: TextCodec) -> Callable[[Submit], list[int]]:
 @pytest.fixture
 def launched(start: Starter, script: Callable[[Submit], list[int]]) -> tuple[Service, Launcher]:
     """A service of three workers and its launcher."""
-    service = start(WORLD, prepare=lambda worker: prepared(worker, script))
+    shape = RoutedShape(layers=3, top_k=2, id_bytes=1)
+    service = start(WORLD, prepare=lambda worker: prepared(worker, script), routing=shape)
     return service, Launcher(service, script)

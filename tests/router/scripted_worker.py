@@ -20,6 +20,7 @@ from moeyard_worker.protocol import (
     Hello,
     Inspect,
     Message,
+    PromptExperts,
     PromptLogprobs,
     Rejected,
     Snapshot,
@@ -64,6 +65,7 @@ class _Running:
     output: list[int]
     sent: int = 0
     scored: int = 0
+    routed: int = 0
 
 
 class ScriptedWorker:
@@ -73,10 +75,10 @@ class ScriptedWorker:
     answer does not depend on the worker.
 
     Test knobs: `script` maps a Submit to output ids. `chunk` is the number of tokens per message, `score_chunk` of
-    prompt log-probabilities. `pace` is the seconds per message, `phases` the seconds of queue and prefill in each Done.
-    `paused` accepts requests but emits nothing. `reject` and `loads` answer every Submit and Inspect. `do` runs a
-    function in the worker's thread. `sent_at` maps a request id to the monotonic seconds of its tokens. `hold` and
-    `go_on` act as a survivor does while a peer is missing.
+    prompt log-probabilities or experts. `pace` is the seconds per message, `phases` the seconds of queue and prefill in
+    each Done. `experts` maps a position to its routed experts. `paused` accepts requests but emits nothing. `reject`
+    and `loads` answer every Submit and Inspect. `do` runs a function in the worker's thread. `sent_at` maps a request
+    id to the monotonic seconds of its tokens. `hold` and `go_on` act as a survivor does while a peer is missing.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class ScriptedWorker:
         self.script = self.default_script
         self.chunk, self.pace, self.paused = 1, 0.0, False
         self.score_chunk = 4
+        self.experts: Callable[[int], bytes] = scripted_experts
         self.phases = (0.0, 0.0)
         self.reject: Rejected | None = None
         self.loads: ExpertLoads | None = None
@@ -232,7 +235,8 @@ class ScriptedWorker:
                     self._socket.send_multipart([peer, encode(answer)])
                     return
             output = [1] * message.sampling.max_tokens if canary else self.script(message)
-            running = _Running(peer, message, output, len(message.output_token_ids), message.num_scored)
+            routed = max(message.num_routed, message.sampling.routed_experts_start or 0)
+            running = _Running(peer, message, output, len(message.output_token_ids), message.num_scored, routed)
             assert list(message.output_token_ids) == output[: running.sent], "the output differs from the script"
             reason = self._ended(running) if running.sent else None
             if reason is not None:
@@ -254,6 +258,8 @@ class ScriptedWorker:
     def _emit(self, running: _Running) -> None:
         sampling = running.submit.sampling
         if sampling.prompt_logprobs is not None and self._score(running):
+            return
+        if sampling.routed_experts_start is not None and self._route(running):
             return
         if not sampling.max_tokens:
             del self._running[running.peer, running.submit.request_id]
@@ -278,6 +284,9 @@ class ScriptedWorker:
         self._sampled += len(ids)
         if self.sent_at is not None:
             self.sent_at.setdefault(running.submit.request_id, []).extend([time.monotonic()] * len(ids))
+        if sampling.routed_experts_start is not None:
+            before = len(running.submit.prompt_token_ids) - 1 + start
+            message.routed_experts = b"".join(self.experts(before + i) for i in range(len(ids)))
         self._socket.send_multipart([running.peer, encode(message)])
         if reason is not None:
             del self._running[running.peer, running.submit.request_id]
@@ -303,6 +312,18 @@ class ScriptedWorker:
         self._socket.send_multipart([running.peer, encode(message)])
         return True
 
+    def _route(self, running: _Running) -> bool:
+        """Send the experts of the next `score_chunk` prompt positions; return False if none are left."""
+        start, end = running.routed, len(running.submit.prompt_token_ids) - 1
+        count = min(self.score_chunk, end - start)
+        if count <= 0:
+            return False
+        running.routed += count
+        experts = b"".join(map(self.experts, range(start, start + count)))
+        message = PromptExperts(request_id=running.submit.request_id, start=start, count=count, experts=experts)
+        self._socket.send_multipart([running.peer, encode(message)])
+        return True
+
     def _end(self, running: _Running, reason: str, stop_token_id: int | None = None) -> None:
         done = Done(
             request_id=running.submit.request_id,
@@ -316,6 +337,11 @@ class ScriptedWorker:
         )
         self._socket.send_multipart([running.peer, encode(done)])
         self._load()
+
+
+def scripted_experts(position: int) -> bytes:
+    """Return the experts of a position in 3 layers with 2 experts each, of one byte."""
+    return bytes((7 * position + i) % 256 for i in range(6))
 
 
 def scripted_logprob(token_id: int, top: int) -> TokenLogprob:

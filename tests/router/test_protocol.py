@@ -19,6 +19,7 @@ from moeyard_worker.protocol import (
     ExpertLoads,
     Grammar,
     KvCompression,
+    PromptExperts,
     SamplingParams,
     Submit,
     TokenBatch,
@@ -34,6 +35,7 @@ VALUES = {
     int: ints,
     float: floats,
     str: st.text(),
+    bytes: st.just(b""),  # of experts: their number depends on other fields
     bool: st.booleans(),
     int | None: st.none() | ints,
     str | None: st.none() | st.text(),
@@ -55,7 +57,11 @@ logprobs = st.builds(
 )
 tokens_with_logprobs = st.lists(st.tuples(ints, logprobs), min_size=1, max_size=4).map(
     lambda pairs: Tokens(
-        request_id="r", start=0, token_ids=tuple(i for i, _ in pairs), logprobs=tuple(lp for _, lp in pairs)
+        request_id="r",
+        start=0,
+        token_ids=tuple(i for i, _ in pairs),
+        logprobs=tuple(lp for _, lp in pairs),
+        routed_experts=bytes(range(3 * len(pairs))),
     )
 )
 
@@ -88,6 +94,8 @@ def instances(cls):
         kwargs["chosen"] = st.just(()) | st.lists(ints, min_size=16, max_size=16).map(tuple)
         flags = st.integers(0, 1)
         kwargs["held"] = st.just(()) | st.tuples(flags, flags, flags, flags)
+    if cls is PromptExperts:
+        kwargs |= {"count": st.just(3), "experts": st.binary(min_size=6, max_size=6)}
     return st.builds(cls, **kwargs)
 
 

@@ -81,7 +81,7 @@ def connection_alone(service, launcher, wait_for, moment):
 @pytest.mark.parametrize("fault", [one, two_at_once, all_of_them, during_recovery, connection_alone])
 def test_no_request_is_lost_or_changed(launched, wait_for, fault, pool):
     service, launcher = launched
-    asked = bodies()
+    asked = [{**body, "return_routed_experts": i % 2 == 0} for i, body in enumerate(bodies())]
     expected = list(pool.map(lambda body: folded(service, body), asked))
     begun = sampled(service)
     moment = random.Random(fault.__name__).randrange(60, 300)

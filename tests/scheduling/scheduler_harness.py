@@ -13,6 +13,7 @@ from moeyard_worker.config.engine_config import SchedulerConfig, window_rows
 from moeyard_worker.protocol import (
     MAX_PROMPT_LOGPROBS,
     Done,
+    PromptExperts,
     PromptLogprobs,
     Rejected,
     Submit,
@@ -35,6 +36,7 @@ class Live:
     output: list[int] = field(default_factory=list)
     computed: int | None = None  # positions with a state; None while it holds none
     scored: int = 0  # prompt tokens with a reported log-probability
+    routed: int = 0  # the prompt's experts were reported up to this position
     pages: tuple[int, ...] = ()
     # Pages that the kept part of its prompt is copied to; afterwards they are its `pages`.
     compact: tuple[int, ...] = ()
@@ -102,6 +104,9 @@ class Harness:
         kept = kept_of(submit.sampling, prompt)
         if kept is not None and kept[1] > window_rows(config, config.chunk_alignment):
             return "bad_request"
+        first = submit.sampling.routed_experts_start
+        if first is not None and (not config.routing_bytes or first >= len(prompt)):
+            return "bad_request"
         both = 0 if kept is None else -(-len(prompt) // config.page_size)
         positions -= 0 if kept is None else len(prompt) - kept[0]
         if -(-positions // config.page_size) + both > config.num_pages:
@@ -134,7 +139,9 @@ class Harness:
             begun = list(submit.output_token_ids)
             # Requests that had begun precede all new ones.
             arrival = self.num_accepted - (BEGUN if begun else 0)
-            self.live[client, submit.request_id] = Live(submit, arrival, output=begun, scored=submit.num_scored)
+            routed = max(submit.num_routed, submit.sampling.routed_experts_start or 0)
+            live = Live(submit, arrival, output=begun, scored=submit.num_scored, routed=routed)
+            self.live[client, submit.request_id] = live
             self.num_accepted += 1
         else:
             assert isinstance(rejected, Rejected)
@@ -178,7 +185,8 @@ class Harness:
         if request is None:
             return
         self.abort(request_id, client)
-        submit = replace(request.submit, output_token_ids=tuple(request.output), num_scored=request.scored)
+        carried = {"output_token_ids": tuple(request.output), "num_scored": request.scored}
+        submit = replace(request.submit, **carried, num_routed=request.routed)
         self.submit(submit, client)
 
     def fail(self, request_id: str, client: bytes = b"a") -> None:
@@ -332,6 +340,37 @@ class Harness:
             assert found == score_alone(self.config, request.prompt, i, num_top)
         request.scored += len(message.logprobs)
 
+    def _experts(self, planned: Planned) -> bytes:
+        """Return the experts of all rows. Those of refused drafts and of ended requests are wrong."""
+        width, found = self.config.routing_bytes, bytearray()
+        results = iter(planned.results or ())
+        for chunk, request in zip(planned.step.chunks, planned.requests, strict=True):
+            accepted = len(next(results).token_ids) if chunk.num_sampled else 0
+            rows = chunk.num_tokens - chunk.num_sampled + accepted
+            right = b""
+            if request not in self.leaving:
+                assert request.computed is not None
+                right = self._experts_alone(request, request.computed, request.computed + rows)
+            found += right.ljust(width * chunk.num_tokens, b"?")
+        return bytes(found)
+
+    def _experts_alone(self, request: Live, start: int, end: int) -> bytes:
+        """Return the experts of positions [start, end), which depend on all tokens up to each."""
+        alone, _ = tokens_alone(self.config, request.prompt, request.submit.sampling)
+        known, width = (*request.prompt, *alone), self.config.routing_bytes
+        rows = [hash((known[: position + 1], 7)) for position in range(start, min(end, len(known)))]
+        return b"".join((row % 256**width).to_bytes(width, "little") for row in rows)
+
+    def _check_experts(self, message: PromptExperts, request: Live) -> None:
+        """Experts of the prompt come in order, each position once, before all output, without the last one."""
+        assert request.submit.sampling.routed_experts_start is not None
+        assert not request.output
+        assert message.count > 0
+        assert message.start == request.routed
+        request.routed += message.count
+        assert request.routed < len(request.prompt)
+        assert message.experts == self._experts_alone(request, message.start, request.routed)
+
     def _check_start(self, chunk: Chunk, request: Live) -> int:
         """A new request begins after whole reused pages and computes at least its last prompt position."""
         size = self.config.page_size
@@ -393,7 +432,8 @@ class Harness:
         if planned.results is None:
             self._run(planned)
         assert planned.results is not None
-        replies = self.scheduler.complete(step, planned.results, float(self.num_steps), self._scores(planned))
+        scores, experts = self._scores(planned), self._experts(planned)
+        replies = self.scheduler.complete(step, planned.results, float(self.num_steps), scores, experts)
         expected, results = [], iter(planned.results)
         for chunk, request in zip(step.chunks, planned.requests, strict=True):
             request.in_flight.pop(0)
@@ -428,6 +468,8 @@ class Harness:
             message = reply.message
             if isinstance(message, PromptLogprobs):
                 self._check_scores(message, self.live[reply.client, message.request_id])
+            elif isinstance(message, PromptExperts):
+                self._check_experts(message, self.live[reply.client, message.request_id])
             elif isinstance(message, Tokens):
                 request = self.live[reply.client, message.request_id]
                 wanted, accepted = expected.pop(0)
@@ -435,6 +477,11 @@ class Harness:
                 assert message.start == len(request.output)
                 assert message.cached_tokens == (None if message.start else request.first_start)
                 assert message.token_ids == accepted[: len(message.token_ids)]
+                wants = request.submit.sampling.routed_experts_start is not None
+                before = len(request.prompt) + message.start - 1
+                rows = self._experts_alone(request, before, before + len(message.token_ids)) if wants else b""
+                assert message.routed_experts == rows
+                assert not wants or request.routed == len(request.prompt) - 1, "experts of the prompt are withheld"
                 request.output += message.token_ids
                 alone, _ = tokens_alone(self.config, request.prompt, request.submit.sampling)
                 assert request.output == alone[: len(request.output)], "tokens depend on what else ran"
@@ -446,6 +493,8 @@ class Harness:
                 assert (request.output, message.finish_reason) == (alone, reason)
                 asked = request.submit.sampling.prompt_logprobs is not None
                 assert request.scored == (len(request.prompt) - 1 if asked else 0), "prompt tokens without a score"
+                if request.submit.sampling.routed_experts_start is not None:
+                    assert request.routed == len(request.prompt) - 1, "prompt tokens without experts"
                 assert message.stop_token_id == (alone[-1] if reason == "stop" else None)
                 self._end(reply.client, message)
         assert expected == [], "tokens are withheld"

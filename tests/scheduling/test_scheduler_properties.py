@@ -39,6 +39,7 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         num_state_slots=num_state_slots,
         num_snapshots=draw(st.sampled_from((0, 1, 2, 5))) if num_state_slots else 0,
         chunk_alignment=alignment,
+        routing_bytes=draw(st.sampled_from((0, 1, 3))),
     )
 
 
@@ -62,6 +63,7 @@ def submits(draw: st.DrawFn) -> Submit:
         stop_token_ids=draw(st.sampled_from(((), (3,)))),
         ignore_eos=draw(st.booleans()),
         prompt_logprobs=draw(st.sampled_from((None, None, 0, 2))),
+        routed_experts_start=draw(st.sampled_from((None, 0, 3))),
         kv_compression=draw(st.none() | compressions()),
     )
     prompt = (*text[: draw(st.integers(0, 20))], *tail)
@@ -141,6 +143,7 @@ def random_run(
         num_state_slots=4 if num_snapshots else 0,
         num_snapshots=num_snapshots,
         chunk_alignment=2 if num_snapshots else 1,
+        routing_bytes=2,
     )
     harness = Harness(config, eager=rng.random() < 0.5)
     for i in range(12):
@@ -149,6 +152,7 @@ def random_run(
             # Prompts free pages, so outputs must make pages scarce.
             max_tokens=rng.randint(14, 24) if compressed else rng.randint(5, 20),
             prompt_logprobs=rng.choice((None, None, 1)),
+            routed_experts_start=rng.choice((None, 0)),
             kv_compression=KvCompression(method="snapkv", budget=rng.randint(2, 9), window=2) if compressed else None,
         )
         harness.submit(Submit(request_id=f"r{i}", prompt_token_ids=prompt, sampling=sampling))

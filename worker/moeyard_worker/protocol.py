@@ -3,9 +3,9 @@
 A router may import this file, `wire.py`, which encodes the messages, and the other files of this folder. It never sees
 a tensor, a page or a rank's memory. They use only the standard library and msgpack, so importing them loads no torch.
 
-Router to worker: `Hello`, `Submit`, `Abort`, `Inspect`. Worker to router: `Snapshot`, `PromptLogprobs`, `Tokens`,
-`TokenBatch`, `Done`, `Rejected`, `ExpertLoads`. Every `Submit` is answered by exactly one `Done` or `Rejected`;
-`PromptLogprobs` of a request precede its `Tokens`, and these its `Done`.
+Router to worker: `Hello`, `Submit`, `Abort`, `Inspect`. Worker to router: `Snapshot`, `PromptLogprobs`,
+`PromptExperts`, `Tokens`, `TokenBatch`, `Done`, `Rejected`, `ExpertLoads`. Every `Submit` is answered by exactly one
+`Done` or `Rejected`; `PromptLogprobs` and `PromptExperts` of a request precede its `Tokens`, and these its `Done`.
 """
 
 from array import array
@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Literal, Union, get_args
 MAX_LOGPROBS = 20
 # The most tokens of one `PromptLogprobs`, so that a router decodes it in a millisecond or two.
 MAX_PROMPT_LOGPROBS = 32
+# The most bytes of one `PromptExperts`, or one position's. A router takes any other message in between.
+MAX_PROMPT_EXPERTS = 1 << 18
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal[
@@ -113,6 +115,7 @@ class SamplingParams:
     grammar: it allows an end-of-sequence token where the answer may end. If nothing else may follow, that token ends
         the answer regardless of `min_tokens` and `ignore_eos`.
     kv_compression: None keeps the whole prompt. Log-probabilities of the prompt never depend on it.
+    routed_experts_start: None, or the first position whose experts are wanted, below the length of the prompt.
     trace_decode_token_ids: the output tokens to produce, whatever the others say; empty to sample. Excludes `grammar`.
         The log-probabilities are the model's own. Behind these tokens the output is sampled.
     """
@@ -134,6 +137,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     grammar: Grammar | None = None
     kv_compression: KvCompression | None = None
+    routed_experts_start: int | None = None
     trace_decode_token_ids: tuple[int, ...] = ()
 
     def kept(self, num_prompt: int) -> int:
@@ -167,8 +171,9 @@ class Submit:
 
     request_id: unique per router.
     prompt_token_ids: at least one id; a tuple after decoding.
-    output_token_ids, num_scored: for a sequence that continues after the loss of its worker: the output that the client
-        has, and the number of prompt tokens whose log-probabilities it has. Replies begin after these.
+    output_token_ids, num_scored, num_routed: for a sequence that continues after the loss of its worker: the output
+        that the client has, the number of prompt tokens whose log-probabilities it has, and the position up to which it
+        has the prompt's experts. Replies begin after these.
     """
 
     type: ClassVar[str] = "submit"
@@ -177,6 +182,7 @@ class Submit:
     sampling: SamplingParams
     output_token_ids: Sequence[int] = ()
     num_scored: int = 0
+    num_routed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,9 +217,29 @@ class PromptLogprobs:
     logprobs: tuple[TokenLogprob, ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptExperts:
+    """The experts that the prompt positions `start` to `start` + `count` - 1 chose.
+
+    experts: [count, MoE layers, top_k] ids among all experts of the model, in the gate's order. An id has one byte, or
+        two (little-endian) in a model with more than 256 experts.
+
+    Sent while the prompt is computed, each position once and in order, from `routed_experts_start` to the last but one.
+    """
+
+    type: ClassVar[str] = "prompt_experts"
+    request_id: str
+    start: int
+    count: int
+    experts: bytes
+
+
 @dataclass(slots=True, kw_only=True)
 class Tokens:
     """New output tokens of a request. `start` is the index of the first one among the request's output tokens.
+
+    routed_experts: if wanted, the experts of the position before each token, in the form of `PromptExperts`. The last
+        token of an answer is not computed, so it has none.
 
     The first message of a request has `cached_tokens`, as `Done` does, because a router that ends a request at a stop
     string gets no `Done`. Objects are never modified. The class is not frozen because one object is made per token: 0.4
@@ -226,6 +252,7 @@ class Tokens:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
     cached_tokens: int | None = None
+    routed_experts: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,5 +362,16 @@ class ExpertLoads:
 
 
 Message = Union[  # noqa: UP007 - get_args needs the union object
-    Hello, Submit, Abort, Inspect, PromptLogprobs, Tokens, TokenBatch, Done, Rejected, Snapshot, ExpertLoads
+    Hello,
+    Submit,
+    Abort,
+    Inspect,
+    PromptLogprobs,
+    PromptExperts,
+    Tokens,
+    TokenBatch,
+    Done,
+    Rejected,
+    Snapshot,
+    ExpertLoads,
 ]

@@ -1,9 +1,9 @@
 """Messages of `protocol` as frames: msgpack maps with a version and a type.
 
 Decoding is strict: unknown, missing or mistyped fields raise `ProtocolError`. Nothing is ever unpickled. The rows of a
-`TokenBatch` are a map of columns: request_ids, starts, token_ids, logprobs and cached_tokens. Each of the last two is
-empty if no row has any. The ids of prompts, of continued and of forced outputs are little-endian bytes, 4 per id,
-because a list of 131,072 ids took 12 ms.
+`TokenBatch` are a map of columns: request_ids, starts, token_ids, logprobs, cached_tokens and routed_experts. Each of
+the last three is empty if no row has any. The ids of prompts, of continued and of forced outputs are little-endian
+bytes, 4 per id, because a list of 131,072 ids took 12 ms.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,6 +20,7 @@ from moeyard_worker.protocol import (
     KV_METHODS,
     MAX_GRAMMAR_BYTES,
     MAX_LOGPROBS,
+    MAX_PROMPT_EXPERTS,
     MAX_PROMPT_LOGPROBS,
     REJECT_REASONS,
     WORKER_STATES,
@@ -29,6 +30,7 @@ from moeyard_worker.protocol import (
     Grammar,
     KvCompression,
     Message,
+    PromptExperts,
     PromptLogprobs,
     Rejected,
     SamplingParams,
@@ -79,7 +81,7 @@ def reply_limits(max_sequences: int) -> Limits:
     """Return the limits of a worker's messages to a router with at most `max_sequences` at that worker."""
     scores = MAX_PROMPT_LOGPROBS * (MAX_LOGPROBS + 1) * 32
     size = _LOADS_BYTES + scores + max_sequences * _ROW_BYTES
-    return Limits(frame_bytes=size, string_bytes=SLACK_BYTES, items=size)
+    return Limits(frame_bytes=size, string_bytes=MAX_PROMPT_EXPERTS, items=size)
 
 
 # Fields of ids that cross as bytes, and are tuples after decoding.
@@ -145,21 +147,23 @@ def _plain(value: Any) -> Any:
 
 def _columns(rows: Iterable[Tokens]) -> dict[str, list[Any]]:
     logprobs, cached = [_plain(row.logprobs) for row in rows], [row.cached_tokens for row in rows]
+    experts = [row.routed_experts for row in rows]
     return {
         "request_ids": [row.request_id for row in rows],
         "starts": [row.start for row in rows],
         "token_ids": [row.token_ids for row in rows],
         "logprobs": logprobs if any(logprobs) else [],
         "cached_tokens": cached if cached.count(None) < len(cached) else [],
+        "routed_experts": experts if any(experts) else [],
     }
 
 
 def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
     """Parse the rows of a batch. Columns are checked as a whole, because this runs for every token."""
-    names = ("request_ids", "starts", "token_ids", "logprobs", "cached_tokens")
+    names = ("request_ids", "starts", "token_ids", "logprobs", "cached_tokens", "routed_experts")
     if set(columns) != set(names) or not all(isinstance(columns[name], list) for name in names):
         raise ProtocolError(f"{where}: expected the columns {', '.join(names)}")
-    request_ids, starts, token_ids, logprobs, cached = (columns[name] for name in names)
+    request_ids, starts, token_ids, logprobs, cached, experts = (columns[name] for name in names)
     if not request_ids or not len(request_ids) == len(starts) == len(token_ids):
         raise ProtocolError(f"{where}: columns of {len(request_ids)}, {len(starts)} and {len(token_ids)} rows")
     if not (
@@ -169,19 +173,20 @@ def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
         and set(map(type, chain.from_iterable(token_ids))) <= {int}
     ):
         raise ProtocolError(f"{where}: request_ids, starts or token_ids of a wrong type")
-    for name, column in (("logprobs", logprobs), ("cached_tokens", cached)):
+    for name, column in (("logprobs", logprobs), ("cached_tokens", cached), ("routed_experts", experts)):
         if len(column) not in (0, len(request_ids)):
             raise ProtocolError(f"{where}: {name} of {len(column)} rows for {len(request_ids)}")
     if not set(map(type, cached)) <= {int, type(None)}:
         raise ProtocolError(f"{where}: cached_tokens of a wrong type")
     counts = cached or [None] * len(request_ids)
-    if not logprobs:
+    if not logprobs and not experts:
         rows = zip(request_ids, starts, map(tuple, token_ids), counts, strict=True)
         return tuple(
             Tokens(request_id=name, start=start, token_ids=ids, cached_tokens=count) for name, start, ids, count in rows
         )
-    names = ("request_id", "start", "token_ids", "logprobs", "cached_tokens")
-    scored = zip(request_ids, starts, token_ids, logprobs, counts, strict=True)
+    names = ("request_id", "start", "token_ids", "logprobs", "cached_tokens", "routed_experts")
+    none: list[Any] = [[]] * len(request_ids)
+    scored = zip(request_ids, starts, token_ids, logprobs or none, counts, experts or [b""] * len(none), strict=True)
     return tuple(_build(Tokens, dict(zip(names, row, strict=True)), where) for row in scored)
 
 
@@ -228,6 +233,7 @@ _RULES: MappingProxyType[Any, _Rule] = MappingProxyType(
         float: (_is_number, lambda v, _: float(v)),
         str: (lambda v: isinstance(v, str), None),
         bool: (lambda v: isinstance(v, bool), None),
+        bytes: (lambda v: isinstance(v, bytes), None),
         int | None: (lambda v: v is None or _is_int(v), None),
         str | None: (lambda v: v is None or isinstance(v, str), None),
         float | None: (lambda v: v is None or _is_number(v), lambda v, _: v if v is None else float(v)),
@@ -284,8 +290,19 @@ def _check_values(message: Any, where: str) -> None:
         raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs, at most {MAX_PROMPT_LOGPROBS} at once")
     if isinstance(message, Tokens) and message.logprobs and len(message.logprobs) != len(message.token_ids):
         raise ProtocolError(f"{where}: {len(message.logprobs)} logprobs for {len(message.token_ids)} tokens")
+    if isinstance(message, Tokens | PromptExperts):
+        _check_experts(message, where)
     if isinstance(message, ExpertLoads):
         _check_loads(message, where)
+
+
+def _check_experts(message: Tokens | PromptExperts, where: str) -> None:
+    if isinstance(message, Tokens):
+        count, experts = len(message.token_ids), message.routed_experts
+    else:
+        count, experts = message.count, message.experts
+    if experts and (count < 1 or len(experts) % count):
+        raise ProtocolError(f"{where}: {len(experts)} bytes of experts for {count} positions")
 
 
 def _check_loads(message: ExpertLoads, where: str) -> None:

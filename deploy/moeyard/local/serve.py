@@ -33,6 +33,7 @@ from moeyard.local.settings import (
     api_settings,
     engine_config,
     log_config,
+    routed_shape,
     router_fields,
     start_notes,
 )
@@ -202,6 +203,7 @@ def router_config(
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         step_deadline=config.step_deadline,
+        routing=routed_shape(config, model),
         prefix_caching=all(rank.report["prefix_caching"] for rank in ranks),
         version=__version__,
         fingerprint=fleet_fingerprint(ranks, api.kv_compression),

@@ -11,7 +11,7 @@ from moeyard.local.model_source import described, gguf_source, hub_id, local_dir
 from moeyard.local.serve_config import GENERATION_CONFIG, take_keys
 from moeyard.logs import LogConfig
 from moeyard.options import DEFAULTS, declared, values, with_flags
-from moeyard_router.config import AccessConfig, RouterConfig, SamplingDefaults
+from moeyard_router.config import AccessConfig, RoutedShape, RouterConfig, SamplingDefaults
 from moeyard_router.http.origins import parse_origins
 from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
@@ -86,6 +86,13 @@ def router_fields(args: argparse.Namespace, config: EngineConfig) -> dict[str, A
         "max_queue_seconds": config.max_queue_seconds,
         **values(RouterConfig, args),
     }
+
+
+def routed_shape(config: EngineConfig, model: ModelConfig) -> RoutedShape | None:
+    """Return the form of the routed experts that the workers keep, or None."""
+    if not config.enable_return_routed_experts:
+        return None
+    return RoutedShape(layers=len(model.routed_layers), top_k=model.top_k, id_bytes=model.expert_id_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from moeyard_router.api.intake import Job
 from moeyard_router.text.detokenizer import Detokenizer, StopMatcher, TokenBytes
 from moeyard_router.text.events import TextEvent, joined
 from moeyard_router.text.extraction import Extractor
-from moeyard_worker.protocol import Done, PromptLogprobs, TokenLogprob, Tokens
+from moeyard_worker.protocol import Done, PromptExperts, PromptLogprobs, TokenLogprob, Tokens
 from moeyard_worker.wire import decode, encode
 
 
@@ -54,6 +54,12 @@ class Choice:
         sampling = job.continuations[index].sampling
         scored = sampling.prompt_logprobs is not None
         self._num_requested_scores = len(job.prompts[self.prompt].token_ids) - 1 if scored else 0
+        # The routed experts that the answer has: of the prompt's positions from the first wanted one on, and of each
+        # output token but the last.
+        self.experts = bytearray()
+        self._row_bytes = 0 if job.routing is None else job.routing.row_bytes
+        self._routed = sampling.routed_experts_start or 0
+        self._last_routed = len(job.prompts[self.prompt].token_ids) - 1 if job.routing is not None else self._routed
         # Tokens of messages that touch the reasoning block, its markers included.
         self.reasoning_tokens = 0
         self.cached_tokens: int | None = None
@@ -87,6 +93,23 @@ class Choice:
         self.num_scores += len(message.logprobs)
         return True
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether all requested experts of the prompt, but those of its last position, have arrived."""
+        return self._routed == self._last_routed
+
+    def prompt_experts(self, message: PromptExperts) -> bool:
+        """Store experts of the prompt. Return False if they are out of order or have another form."""
+        if message.start != self._routed or len(message.experts) != message.count * self._row_bytes:
+            return False
+        self._routed += message.count
+        self.experts += message.experts
+        return True
+
+    def is_routed(self, message: Tokens) -> bool:
+        """Return whether tokens come with all experts that the request wants."""
+        return len(message.routed_experts) == len(message.token_ids) * self._row_bytes
+
     def prompt_scores(self) -> Iterator[TokenLogprob]:
         """Decode and yield the log-probabilities of the prompt's tokens after the first."""
         for frame in self._scores:
@@ -95,7 +118,10 @@ class Choice:
             yield from message.logprobs
 
     def plain_text(self, message: Tokens) -> str | None:
-        """Take tokens of plain text and return it. Return None, with nothing taken, if `tokens` must handle them."""
+        """Take tokens of plain text and return it. Return None, with nothing taken, if `tokens` must handle them.
+
+        Routed experts are dropped.
+        """
         ids = message.token_ids
         if not self._plain or self._waiting or ids[-1] in self._stop_ids or message.cached_tokens is not None:
             return None
@@ -116,6 +142,7 @@ class Choice:
             count = self._searched - self.num_tokens
             new_ids, new_logprobs = new_ids[:count], new_logprobs[:count]
         self.num_tokens += len(new_ids)
+        self.experts += message.routed_experts[: len(new_ids) * self._row_bytes]
         delta = Delta(text, new_ids, new_logprobs)
         if stop is not None:
             delta.finish_reason, delta.stop_reason = "stop", stop

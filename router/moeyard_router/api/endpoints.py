@@ -7,14 +7,14 @@ import math
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from starlette.types import Receive, Scope, Send
 
-from moeyard_router.api.choice import Delta
+from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.generation import ClientGone, Generation
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.large import LARGE_BODY, Bodies
@@ -37,6 +37,7 @@ _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 # Body limit of endpoints that only count a prompt: bytes per token, plus bytes of surrounding JSON.
 _BYTES_PER_TOKEN = 32
 _BYTES_AROUND = 64 * 1024
+_MANY_EXPERTS = 1 << 20  # bytes of routed experts, which take a millisecond to encode
 _MANY_TOKENS = 4096  # a longer list of tokens is encoded outside the event loop
 
 
@@ -177,7 +178,8 @@ async def _whole(job: Job, generation: Generation, writer: Writer, send: Send, b
             delta.logprobs.clear()  # in this thread and one by one: freeing many takes as long as encoding them
         return pieces
 
-    pieces = await bodies.write(write) if _many_scores(job, job.num_scores, collected) else write()
+    long = _takes_long(job, job.num_scores, dict(enumerate(collected)), generation.choices)
+    pieces = await bodies.write(write) if long else write()
     await send_whole(send, 200, pieces, headers=[_JSON, _route_header(generation), *_ignored_header(job)])
 
 
@@ -195,7 +197,7 @@ async def _stream(
         return [piece for i, delta in deltas.items() for piece in writer.chunk(i, delta, generation.choices)]
 
     async def events(deltas: dict[int, Delta]) -> bytes:
-        if not _many_scores(job, num_scores, deltas.values()):
+        if not _takes_long(job, num_scores, deltas, generation.choices):
             return b"".join(encode(deltas))
         await _send_pieces(send, await bodies.write(encode, deltas), more=True)
         return b""
@@ -209,7 +211,8 @@ async def _stream(
             if data:
                 await _send_pieces(send, [data], more=True)
                 data = b""
-            if direct is not None and num_scores < MANY_SCORES:
+            # The last event of a choice with routed experts may be long.
+            if direct is not None and num_scores < MANY_SCORES and job.routing is None:
                 await generation.push(direct, encode, writer.text_event)
                 direct.flush()
             if not generation.finished:
@@ -235,9 +238,12 @@ async def _send_pieces(send: Send, pieces: list[bytes], *, more: bool) -> None:
             await asyncio.sleep(0)  # a fast reader never blocks `send`, so let other tasks run
 
 
-def _many_scores(job: Job, num_scores: int, deltas: Iterable[Delta]) -> bool:
+def _takes_long(job: Job, num_scores: int, deltas: Mapping[int, Delta], choices: Sequence[Choice]) -> bool:
     """Return whether encoding these deltas and `num_scores` of prompts would block the event loop too long."""
-    return num_scores + job.output_scores(sum(len(d.logprobs) for d in deltas)) >= MANY_SCORES
+    if num_scores + job.output_scores(sum(len(d.logprobs) for d in deltas.values())) >= MANY_SCORES:
+        return True
+    ended = (index for index, delta in deltas.items() if delta.finish_reason is not None)
+    return sum(len(choices[index].experts) for index in ended) >= _MANY_EXPERTS
 
 
 def _client_name(client: str | None) -> str | None:

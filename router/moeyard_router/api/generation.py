@@ -15,7 +15,7 @@ from moeyard_router.fleet.records import Phases
 from moeyard_router.fleet.ticket import Ticket
 from moeyard_router.metrics import RouterMetrics, Timing
 from moeyard_router.text.detokenizer import TokenBytes
-from moeyard_worker.protocol import Done, PromptLogprobs, Rejected, Tokens
+from moeyard_worker.protocol import Done, PromptExperts, PromptLogprobs, Rejected, Tokens
 
 _REJECT_STATUS = MappingProxyType(
     {
@@ -169,7 +169,10 @@ class Generation:
         choice, timing = self.choices[index], self._timings[index]
         if isinstance(event, Tokens):
             if self._job.logprobs is not None and not event.logprobs:
-                self._error = _missing_logprobs()
+                self._error = _missing("logprobs")
+                return
+            if self._job.routing is not None and not choice.is_routed(event):
+                self._error = _missing("routed experts")
                 return
             if timing.first is None and not self._prompt_is_done(index):
                 return
@@ -179,7 +182,11 @@ class Generation:
             timing.tokens(now, len(event.token_ids))
         elif isinstance(event, PromptLogprobs):
             if not choice.scores(event):
-                self._error = _missing_logprobs()
+                self._error = _missing("logprobs")
+            return
+        elif isinstance(event, PromptExperts):
+            if not choice.prompt_experts(event):
+                self._error = _missing("routed experts")
             return
         elif isinstance(event, Done) and event.finish_reason in ("stop", "length"):
             if timing.first is None and not self._prompt_is_done(index):
@@ -238,18 +245,18 @@ class Generation:
         )
 
     def _prompt_is_done(self, index: int) -> bool:
-        """Count a choice's prompt, each prompt once. If log-probabilities are missing, set an error: return False."""
+        """Count a choice's prompt, each prompt once. If data about it are missing, set an error: return False."""
         choice = self.choices[index]
-        if not choice.has_scores:
-            self._error = _missing_logprobs()
+        if not (choice.has_scores and choice.has_experts):
+            self._error = _missing("routed experts" if choice.has_scores else "logprobs")
             return False
         if index == 0 or choice.prompt != self.choices[index - 1].prompt:
             self._metrics.prompt_tokens.inc(len(self._job.prompts[choice.prompt].token_ids))
         return True
 
 
-def _missing_logprobs() -> ApiError:
-    return ApiError(500, "the worker did not send the logprobs of this request", reason="")
+def _missing(data: str) -> ApiError:
+    return ApiError(500, f"the worker did not send the {data} of this request", reason="")
 
 
 def _as_error(event: Done | Rejected | Lost) -> ApiError:

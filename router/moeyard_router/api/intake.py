@@ -17,7 +17,7 @@ from moeyard_router.api.structured import grammar_of
 from moeyard_router.api.thinking import template_variables
 from moeyard_router.api.tools import ToolUse, answering, check_served
 from moeyard_router.api.validation import RequestT, parse
-from moeyard_router.config import RouterConfig
+from moeyard_router.config import RoutedShape, RouterConfig
 from moeyard_router.errors import bad_request, unknown_model
 from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
@@ -57,7 +57,8 @@ class Continuation:
 class Job:
     """One HTTP request, ready to run.
 
-    `ignored` names fields without effect. `repeated` holds request fields that a Responses API answer repeats.
+    `ignored` names fields without effect. `repeated` holds request fields that the answer repeats. `routing` is the
+    form of the routed experts that the answer has, if any.
     """
 
     chat: bool
@@ -79,6 +80,7 @@ class Job:
     extraction: InstanceOf[Extraction] | None = None  # holds objects of this process: see large.py
     prompt_logprobs: int | None = None
     repeated: dict[str, Any] | None = None
+    routing: RoutedShape | None = None
 
     @property
     def num_scores(self) -> int:
@@ -262,6 +264,7 @@ class Intake:
             client=request.user,
             ignored=request.ignored,
             prompt_logprobs=request.prompt_logprobs,
+            routing=None if continuations[0].sampling.routed_experts_start is None else self._config.routing,
         )
         if job.num_scores > _MAX_SCORES:
             message = f"{job.num_scores} logprobs of prompt tokens, at most {_MAX_SCORES} are given in one answer"

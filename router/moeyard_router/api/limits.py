@@ -70,6 +70,7 @@ class RequestLimits:
             logprobs=logprobs,
             prompt_logprobs=max(scores, default=None),
             kv_compression=compression_of(request.kv_compression, self._config.kv_compression),
+            routed_experts_start=self._routed_start(request, prompt_tokens),
         )
 
     def _max_tokens(self, request: CompletionRequest | ChatRequest, prompt_tokens: int) -> int:
@@ -89,6 +90,22 @@ class RequestLimits:
             )
             raise ApiError(400, message, param="max_tokens", reason="prompt_too_long")
         return count
+
+    def _routed_start(self, request: CompletionRequest | ChatRequest, prompt_tokens: int) -> int | None:
+        """Return the first position whose experts are wanted. A server that keeps them returns them by default."""
+        start = request.routed_experts_prompt_start or 0
+        if request.return_routed_experts is False:
+            return None
+        if self._config.routing is None:
+            field = "return_routed_experts" if request.return_routed_experts else "routed_experts_prompt_start"
+            if request.return_routed_experts or start:
+                needs = "this server keeps no routing: start it with --enable-return-routed-experts"
+                raise bad_request(f"'{field}': {needs}", field)
+            return None
+        if start >= prompt_tokens:
+            message = f"'routed_experts_prompt_start': {start} is not below the prompt's {prompt_tokens} tokens"
+            raise bad_request(message, "routed_experts_prompt_start")
+        return start
 
     def check_room(self, prompt_tokens: int, param: str, *, least: int) -> int:
         """Return the tokens that a prompt leaves for its answer, at least `least`."""

@@ -1,5 +1,6 @@
 """Answers as bytes: OpenAI's objects with vLLM's extensions, whole or as server-sent events."""
 
+import binascii
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import orjson
 
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.intake import Job
+from moeyard_router.config import RoutedShape
 from moeyard_router.errors import ApiError
 from moeyard_router.text.detokenizer import TextOffsets, TokenBytes, prompt_offsets
 from moeyard_router.text.events import CallArguments, CallBegin, Content, Reasoning, TextEvent
@@ -16,9 +18,23 @@ PIECE_BYTES = 64 * 1024  # largest part of a body that is encoded or sent in one
 # With more log-probabilities than this, of prompts and output, an answer is encoded in a thread, item by item. Encoding
 # fewer takes less time than waking the thread.
 MANY_SCORES = 512
+_BASE64_BYTES = PIECE_BYTES // 4 * 3  # bytes that become one piece of base64 text; a multiple of 3
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
 _NULL = b"null"
 DONE_EVENT = b"data: [DONE]\n\n"
+
+
+def npy_header(shape: RoutedShape, rows: int) -> bytes:
+    """Return the bytes that make experts [rows, layers, top_k] a file that `numpy.load` reads.
+
+    Source: numpy.lib.format, version 1.0, whose headers have multiples of 64 bytes. This one has a multiple of 192, so
+    that its base64 text can be followed by that of the experts.
+    """
+    kind = {1: "|u1", 2: "<u2"}[shape.id_bytes]
+    dims = f"({rows}, {shape.layers}, {shape.top_k})"
+    text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {dims}, }}"
+    text += " " * (-(len(text) + 11) % 192) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
 
 
 class LongLists:
@@ -46,6 +62,16 @@ class LongLists:
         self._lists.append(pieces)
         # JSON contains no zero byte: it writes \u0000.
         return orjson.Fragment(b"\0%d\0" % (len(self._lists) - 1))
+
+    def add_experts(self, job: Job, choice: Choice) -> dict[str, orjson.Fragment]:
+        """Store a choice's routed experts. Return the answer's field with them, nothing if they are not wanted."""
+        if job.routing is None:
+            return {}
+        view = memoryview(choice.experts)
+        parts: list[bytes | memoryview] = [npy_header(job.routing, len(view) // job.routing.row_bytes)]
+        parts += [view[begin : begin + _BASE64_BYTES] for begin in range(0, len(view), _BASE64_BYTES)]
+        self._lists.append([b'"', *(binascii.b2a_base64(part, newline=False) for part in parts), b'"'])
+        return {"routed_experts": orjson.Fragment(b"\0%d\0" % (len(self._lists) - 1))}
 
     def pieces(self, data: bytes) -> list[bytes]:
         """Return `data` in pieces, with the lists in place of their placeholders, and drop the lists."""
@@ -196,6 +222,8 @@ class ReplyWriter:
         choice["logprobs"] = self._logprobs(index, delta, echoed) if delta.token_ids or echoed else None
         choice["finish_reason"] = delta.finish_reason
         choice["stop_reason"] = delta.stop_reason
+        if delta.finish_reason is not None:
+            choice |= self._long.add_experts(job, choices[index])
         prompt_ids: tuple[int, ...] | None = None
         if job.return_token_ids:
             choice["token_ids"] = delta.token_ids
@@ -255,6 +283,7 @@ class ReplyWriter:
             choice["logprobs"] = self._logprobs(index, delta, self._echoed(index, choices) if job.echo else None)
             choice["finish_reason"] = choices[index].reported_reason
             choice["stop_reason"] = delta.stop_reason
+            choice |= self._long.add_experts(job, choices[index])
             if job.prompt_logprobs is not None and not job.chat:
                 choice["prompt_logprobs"] = self._long.add(self._prompt_logprobs(index, choices))
             if job.return_token_ids:

@@ -117,6 +117,8 @@ class OutputFields(BaseModel):
     logit_bias: dict[str, Bias] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     skip_special_tokens: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_prompt_start: Annotated[int, Field(ge=0)] | None = None
 
     @field_validator("stop", mode="after")
     @classmethod

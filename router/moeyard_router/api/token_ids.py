@@ -136,7 +136,7 @@ class TokenWriter:
         if not delta.token_ids and delta.finish_reason is None:
             return []
         usage = usage_of(self._job, choices) if self._job.continuous_usage else None
-        return self._long.pieces(self._event(orjson.dumps(self._choice(index, delta)), usage))
+        return self._long.pieces(self._event(orjson.dumps(self._choice(index, delta, choices[index])), usage))
 
     def end(self, choices: Sequence[Choice]) -> bytes:
         """Return the last events of a stream. With `include_usage` the first has the token counts and no choices."""
@@ -150,7 +150,7 @@ class TokenWriter:
         """Return the answer of a request that is not streamed, in pieces. `deltas[i]` is all of choice i."""
         answer: dict[str, Any] = {
             **self._base,
-            "choices": [self._choice(index, delta) for index, delta in enumerate(deltas)],
+            "choices": [self._choice(index, delta, choices[index]) for index, delta in enumerate(deltas)],
             "usage": usage_of(self._job, choices),
         }
         if self._job.prompt_logprobs is not None:
@@ -160,13 +160,14 @@ class TokenWriter:
     def _event(self, choice: bytes, usage: dict[str, Any] | None) -> bytes:
         return self._head + choice + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
-    def _choice(self, index: int, delta: Delta) -> dict[str, Any]:
-        return {
+    def _choice(self, index: int, delta: Delta, choice: Choice) -> dict[str, Any]:
+        found = {
             "index": index,
             "logprobs": self._logprobs(delta),
             "finish_reason": delta.finish_reason,
             "token_ids": delta.token_ids,
         }
+        return found if delta.finish_reason is None else {**found, **self._long.add_experts(self._job, choice)}
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         count = self._job.logprobs

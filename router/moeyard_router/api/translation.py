@@ -52,12 +52,16 @@ class Translation:
     async def job(self, intake: Intake) -> Job:
         """Return the job. Raises `ApiError` with the client's field names."""
         try:
-            request = validate(self.body, self.kind)
+            request = validate(self._completed(), self.kind)
             job = await (intake.chat(request) if isinstance(request, ChatRequest) else intake.completion(request))
         except ApiError as error:
             raise self._translated(error) from error
         ignored = dict.fromkeys((*self.ignored, *map(self.client_name, job.ignored)))
         return replace(job, ignored=tuple(ignored), repeated=self.repeated)
+
+    def _completed(self) -> dict[str, Any]:
+        # Answers of other APIs than completions have no place for routed experts.
+        return {"return_routed_experts": False, **self.body} if self.kind is ChatRequest else self.body
 
     def _translated(self, error: ApiError) -> ApiError:
         if error.param is None:

@@ -45,6 +45,7 @@ from moeyard_worker.protocol import (
     Done,
     ExpertLoads,
     Message,
+    PromptExperts,
     PromptLogprobs,
     Rejected,
     SamplingParams,
@@ -309,8 +310,8 @@ class Admission:
                 self._tokens(now, number, message)
             elif isinstance(message, Done | Rejected):
                 self._end(now, number, message)
-            elif isinstance(message, PromptLogprobs):
-                self._scores(now, number, message)
+            elif isinstance(message, PromptLogprobs | PromptExperts):
+                self._of_prompt(now, number, message)
             elif isinstance(message, Snapshot):
                 self._snapshot(now, number, message)
             elif isinstance(message, ExpertLoads) and message.rank == number:
@@ -406,11 +407,14 @@ class Admission:
         if self.incidents.silent is not None and flight.carried:
             self.incidents.output(now)
 
-    def _scores(self, now: float, number: int, message: PromptLogprobs) -> None:
+    def _of_prompt(self, now: float, number: int, message: PromptLogprobs | PromptExperts) -> None:
         self.last_progress = now
         flight = self.flights.by_name.get(message.request_id)
         if flight is not None and flight.rank == number and flight.listener is not None:
-            flight.scored += len(message.logprobs)
+            if isinstance(message, PromptLogprobs):
+                flight.scored += len(message.logprobs)
+            else:
+                flight.routed = message.start + message.count
             self.deliveries.append((now, flight.listener, flight.index, message))
 
     def _end(self, now: float, number: int, message: Done | Rejected) -> None:

@@ -23,7 +23,8 @@ class Flight:
     charged: the output tokens that `key` was charged at its start (fleet/fair.py).
     carried: whether it continues on another rank after a loss. A sequence that tests a rank does not.
     rank: its rank, None while it waits. `was_at`: then the rank that it lost, if any.
-    output, scored: the delivered ids, and the number of prompt tokens with delivered log-probabilities.
+    output, scored, routed: the delivered ids, the number of prompt tokens with delivered log-probabilities, and the
+        position up to which the prompt's experts are delivered.
     pending: estimate of the tokens that its rank computes before the next output.
     num_ranks: how often it was sent to a rank. `deaths`: how many workers were lost while they ran it.
     pauses: whether a timer will send it again.
@@ -46,6 +47,7 @@ class Flight:
     was_at: int | None = None
     output: list[int] = field(default_factory=list)
     scored: int = 0
+    routed: int = 0
     pending: int = 0
     num_ranks: int = 0
     pauses: bool = False
@@ -75,6 +77,7 @@ class Flight:
             sampling=self.sampling,
             output_token_ids=self.output,
             num_scored=self.scored,
+            num_routed=self.routed,
         )
 
 

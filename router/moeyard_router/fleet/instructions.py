@@ -6,7 +6,7 @@ from typing import Any
 from moeyard_router.config import WorkerAddress
 from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.records import IncidentRecord
-from moeyard_worker.protocol import Done, ExpertLoads, PromptLogprobs, Rejected, Submit, Tokens
+from moeyard_worker.protocol import Done, ExpertLoads, PromptExperts, PromptLogprobs, Rejected, Submit, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Lost:
     reason: str
 
 
-Event = PromptLogprobs | Tokens | Done | Rejected | Lost
+Event = PromptLogprobs | PromptExperts | Tokens | Done | Rejected | Lost
 
 
 # (monotonic seconds, listener of a request, index of its sequence, event). A plain tuple, because each token needs one.

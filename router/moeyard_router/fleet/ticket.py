@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from moeyard_router.fleet.instructions import Event
 from moeyard_router.fleet.policy import Route
-from moeyard_worker.protocol import PromptLogprobs, Tokens
+from moeyard_worker.protocol import PromptExperts, PromptLogprobs, Tokens
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class Ticket:
                 self._announced = True
                 self._announce(self)
             return
-        if not isinstance(event, Tokens | PromptLogprobs):
+        if not isinstance(event, Tokens | PromptLogprobs | PromptExperts):
             self._open.pop(index, None)
         self._resume()
 

@@ -25,7 +25,7 @@ STALL = 12
 # Sequences that run at once on a rank.
 DEFAULT_SEQS = 64
 # Numbers that may be below 1, or are checked elsewhere.
-_OTHER_NUMBERS = ("num_state_slots", "num_snapshots", "num_drafts", "max_in_flight", "draft_tokens")
+_OTHER_NUMBERS = ("num_state_slots", "num_snapshots", "num_drafts", "max_in_flight", "draft_tokens", "routing_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,7 @@ class SchedulerConfig:
     num_state_slots: most sequences with state in slots, 0 if the model has no such state. Each has `state_ring` slots.
     num_snapshots: slots for snapshots of such state. Without them, prefixes are not reused.
     chunk_alignment: every prompt chunk but the last ends at a multiple of this.
+    routing_bytes: bytes of the experts that one position chooses in all layers, 0 if they are not kept.
     """
 
     num_pages: int
@@ -64,6 +65,7 @@ class SchedulerConfig:
     num_state_slots: int = 0
     num_snapshots: int = 0
     chunk_alignment: int = 1
+    routing_bytes: int = 0
 
     def __post_init__(self) -> None:
         _require_numbers(self)
@@ -198,6 +200,9 @@ class EngineConfig:
         False, "plan a step while the previous one runs (default: on a GPU)", on_gpu=True, both=True
     )
     enforce_eager: bool = option(False, "capture no step in a CUDA graph")
+    enable_return_routed_experts: bool = option(
+        False, "return the experts that each token chose, for trainers; keeps them with the pages of prompts"
+    )
     speculate: str | None = option(
         None,
         "mtp: draft tokens with the checkpoint's layer for multi-token prediction and verify them a step later; "

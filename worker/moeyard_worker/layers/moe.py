@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from moeyard_kernels.types.matrix import Matrix
+    from moeyard_worker.layers.routing import StepRouting
 
 
 class Mlp:
@@ -51,7 +52,8 @@ class Moe:
     """The gate [E, H] is fp32 if the family computes its logits in fp32; gate_bias [E] is fp32; `dtype` is that of the
     rows.
 
-    All shared experts are one MLP. shared_gate [1, H] gives the logit that scales its output.
+    All shared experts are one MLP. shared_gate [1, H] gives the logit that scales its output. `routing` receives the
+    chosen experts, if requests may want them.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Moe:
         dtype: torch.dtype,
         exchange: Exchange,
         experts: Experts,
+        routing: StepRouting | None = None,
         gate: Matrix,
         gate_bias: torch.Tensor | None = None,
         shared_gate_up: Matrix | None = None,
@@ -70,7 +73,7 @@ class Moe:
         shared_gate: Matrix | None = None,
     ) -> None:
         self._backend, self._layer = backend, layer
-        self._exchange, self._experts = exchange, experts
+        self._exchange, self._experts, self._routing = exchange, experts, routing
         self._shared: Mlp | None = None
         weights = None
         if shared_gate_up is not None and shared_down is not None:
@@ -84,13 +87,15 @@ class Moe:
         """Return the unreduced results of normalised rows x [num_rows, H]. Every rank calls this in every step, even
         without rows."""
         alone = plan.num_rows == 1
-        defer = alone and self._exchange.traits.local and self._experts.defers_choices
+        defer = alone and self._exchange.traits.local and self._experts.defers_choices and self._routing is None
         # An expert kernel that chooses leaves no room on the multiprocessors for shared experts in parallel.
         defer = defer and (self._shared is None or self._gate.computes_shared)
         # Shared experts run in parallel with the routed ones. A single row's gate is latency-bound, so they start with
         # it. More rows occupy the memory for longer, and the gate would wait.
         shared = self._share(x, plan) if alone and not defer else None
         chosen = self._gate.choose(x, plan, defer=defer)
+        if self._routing is not None:
+            self._routing.write(self._layer, chosen.ids)
         if not alone:
             shared = self._share(x, plan)
         dispatched = self._exchange.dispatch(x, chosen.ids, layer=self._layer, num_prompt=plan.num_prompt)

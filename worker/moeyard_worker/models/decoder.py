@@ -12,6 +12,7 @@ from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts, Mlp, Moe
 from moeyard_worker.layers.residual import AddNormStreams, Residual, Streams
 from moeyard_worker.layers.rope import rope_table
+from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.spec import LayerSpec, ModelSpec
 
@@ -40,6 +41,7 @@ class DecoderLayer:
         streams: Streams,
         exchange: Exchange,
         experts: Experts,
+        routing: StepRouting | None,
         state: Mapping[str, torch.Tensor],
         rope: torch.Tensor | None,
         dtype: torch.dtype,
@@ -55,7 +57,14 @@ class DecoderLayer:
             self.block = Mlp(backend, **weights)
         else:
             self.block = Moe(
-                backend, config.gate.rule, layer=index, dtype=dtype, exchange=exchange, experts=experts, **weights
+                backend,
+                config.gate.rule,
+                layer=index,
+                dtype=dtype,
+                exchange=exchange,
+                experts=experts,
+                routing=routing,
+                **weights,
             )
 
     def forward(self, x: torch.Tensor, residual: Residual, following: object, plan: StepPlan) -> torch.Tensor:
@@ -73,7 +82,15 @@ class Decoder:
     """A model of any supported family, with its dense weights and its state."""
 
     def __init__(
-        self, spec: ModelSpec, *, backend: Backend, load: Load, exchange: Exchange, experts: Experts, allocate: Allocate
+        self,
+        spec: ModelSpec,
+        *,
+        backend: Backend,
+        load: Load,
+        exchange: Exchange,
+        experts: Experts,
+        allocate: Allocate,
+        routing: StepRouting | None = None,
     ) -> None:
         config = spec.config
         self._backend, self.eps = backend, config.rms_eps
@@ -91,6 +108,8 @@ class Decoder:
                 streams=self.streams,
                 exchange=exchange,
                 experts=experts,
+                # Drafts choose experts too, which belong to no token.
+                routing=routing if i < config.num_layers else None,
                 state=allocate(i),
                 rope=None if attention.rope is None else ropes[attention.rope],
                 dtype=self._embed.dtype,

@@ -106,6 +106,16 @@ class ModelConfig:
         """Experts per token."""
         return self.gate.rule.top_k
 
+    @property
+    def routed_layers(self) -> tuple[int, ...]:
+        """The MoE layers that choose experts for tokens, without those of multi-token prediction."""
+        return tuple(layer for layer in self.moe_layers if layer < self.num_layers)
+
+    @property
+    def expert_id_bytes(self) -> int:
+        """Bytes of an expert's id in a returned routing."""
+        return 1 if self.num_experts <= 256 else 2
+
     def served_dtype(self, asked: str) -> str:
         """Return the dtype to serve in. "auto" is the checkpoint's."""
         return self.dtype if asked == "auto" else asked

@@ -44,6 +44,13 @@ def refusal(submit: Submit, config: SchedulerConfig) -> Rejected | None:
     wrong = _compression_error(len(prompt), params, config)
     if wrong is not None:
         return no("bad_request", wrong, "kv_compression")
+    wanted = params.routed_experts_start
+    if wanted is not None and not config.routing_bytes:
+        return no("bad_request", "this worker keeps no routing; it needs --enable-return-routed-experts")
+    if wanted is not None and not 0 <= wanted < len(prompt):
+        return no("bad_request", f"routed_experts_start {wanted} is not a position of the prompt's {len(prompt)}")
+    if not 0 <= submit.num_routed < len(prompt):
+        return no("bad_request", f"the experts of {submit.num_routed} of {len(prompt)} prompt tokens were not sent")
     pages = num_pages(len(prompt), params, config)
     if pages > config.num_pages:
         return no("never_fits", f"the request needs {pages} KV pages, this worker has {config.num_pages}")

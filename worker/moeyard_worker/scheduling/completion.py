@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 
 from moeyard_worker.protocol import (
+    MAX_PROMPT_EXPERTS,
     MAX_PROMPT_LOGPROBS,
     Done,
+    PromptExperts,
     PromptLogprobs,
     Rejected,
     SamplingParams,
@@ -13,6 +15,7 @@ from moeyard_worker.protocol import (
 )
 from moeyard_worker.scheduling.request import Accepted, Reply, Request, SchedulerStats
 from moeyard_worker.scheduling.step import Chunk
+from moeyard_worker.state.routing import PageRouting
 
 
 def take_tokens(
@@ -23,8 +26,9 @@ def take_tokens(
     eos_token_ids: tuple[int, ...],
     stats: SchedulerStats,
     now: float,
+    experts: bytes = b"",
 ) -> tuple[Tokens, str | None]:
-    """Append the tokens of a completed chunk to its request, and count them.
+    """Append the tokens of a completed chunk to its request, and count them. `experts`: those of the chunk's rows.
 
     Return the message about them and the finish reason, or None. Accepted tokens after the last one are dropped.
     """
@@ -47,8 +51,18 @@ def take_tokens(
         token_ids=result.token_ids[:count],
         logprobs=result.logprobs[:count],
         cached_tokens=None if start else request.cached_tokens,
+        routed_experts=_behind(request, chunk, experts, count),
     )
     return tokens, reason
+
+
+def _behind(request: Request, chunk: Chunk, experts: bytes, count: int) -> bytes:
+    """Return the experts of the first `count` sampled rows, if the request wants them."""
+    if request.sampling.routed_experts_start is None:
+        return b""
+    width = len(experts) // chunk.num_tokens
+    first = chunk.num_tokens - chunk.num_sampled
+    return experts[first * width : (first + count) * width]
 
 
 def _extend(request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> str | None:
@@ -97,6 +111,21 @@ def expired(request: Request, waited: float, limit: float | None) -> Rejected:
     """Return the answer to a request that waited `waited` seconds, at least `limit`, and never ran."""
     message = f"the request waited {waited:.1f} s and did not start; the limit is {limit:g} s"
     return Rejected(request_id=request.request_id, reason="queue_timeout", message=message, retry_after=1.0)
+
+
+def routing_replies(request: Request, chunk: Chunk, routing: PageRouting) -> Iterator[Reply]:
+    """Yield the experts of prompt positions that are known now and were not sent, in messages of bounded size.
+
+    The last position's experts are sent with the first output token.
+    """
+    end = min(chunk.end, len(request.prompt) - 1)
+    each = max(MAX_PROMPT_EXPERTS // routing.width, 1)
+    while request.num_routed < end:
+        start = request.num_routed
+        request.num_routed = min(start + each, end)
+        experts, count = routing.read(chunk.pages, start, request.num_routed), request.num_routed - start
+        message = PromptExperts(request_id=request.request_id, start=start, count=count, experts=experts)
+        yield Reply(request.client, message)
 
 
 def score_replies(request: Request, chunk: Chunk, scores: Sequence[TokenLogprob]) -> Iterator[Reply]:

@@ -85,6 +85,7 @@ class Request:
     snapshots_at: positions at which snapshots of the state are wanted. `taking`: those that planned steps take.
     num_registered: pages of the prompt that are in the prefix index.
     num_scored: positions whose next token's log-probability was sent, if `prompt_logprobs` are requested.
+    num_routed: the prompt's experts were sent up to this position, if they are wanted.
     num_given: output tokens that it came with from a lost rank.
     excused: seconds of waiting in which no steps ran.
     in_flight: its chunks in planned steps that are not completed, oldest first.
@@ -113,6 +114,7 @@ class Request:
     num_computed: int = 0
     num_registered: int = 0
     num_scored: int = 0
+    num_routed: int = 0
     num_given: int = 0
     excused: float = 0.0
     cached_tokens: int = 0
@@ -144,6 +146,7 @@ class Request:
             constraint=constraint,
             output=output,
             num_scored=submit.num_scored,
+            num_routed=max(submit.num_routed, submit.sampling.routed_experts_start or 0),
             num_given=len(output),
             num_dropped=num_dropped(submit.sampling, len(prompt)),
         )

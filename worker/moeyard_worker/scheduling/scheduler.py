@@ -17,7 +17,14 @@ from typing import NamedTuple
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, Submit, TokenLogprob
 from moeyard_worker.scheduling.admission import duplicate, queue_full, refusal
-from moeyard_worker.scheduling.completion import done, expired, finish_reason, score_replies, take_tokens
+from moeyard_worker.scheduling.completion import (
+    done,
+    expired,
+    finish_reason,
+    routing_replies,
+    score_replies,
+    take_tokens,
+)
 from moeyard_worker.scheduling.depth import Drafting
 from moeyard_worker.scheduling.holdings import Holdings
 from moeyard_worker.scheduling.planning import Place, StepBuilder, by_urgency, make_chunk, num_rows, num_wanted
@@ -25,6 +32,7 @@ from moeyard_worker.scheduling.request import Accepted, Constraint, Reply, Reque
 from moeyard_worker.scheduling.roster import Roster
 from moeyard_worker.scheduling.step import Chunk, Step
 from moeyard_worker.state.pages import page_hashes
+from moeyard_worker.state.routing import PageRouting
 
 
 class _Flight(NamedTuple):
@@ -43,6 +51,10 @@ class Scheduler:
         # Read-only for others.
         self.pool, self.snapshots = self._holdings.pool, self._holdings.snapshots
         self.stats = SchedulerStats(drafts=[0] * config.num_drafts, accepted=[0] * config.num_drafts)
+        self._routing: PageRouting | None = None
+        if config.routing_bytes:
+            sizes = {"num_pages": config.num_pages, "page_size": config.page_size}
+            self._routing = PageRouting(**sizes, width=config.routing_bytes)
         self._state_ring = config.state_ring
         self._drafting = Drafting(config.num_drafts, adaptive=config.adaptive_drafts) if config.num_drafts else None
         self._roster = Roster()
@@ -252,14 +264,22 @@ class Scheduler:
         return [r for c, r in zip(step.chunks, flight.requests, strict=True) if c.num_sampled]
 
     def complete(
-        self, step: Step, results: Sequence[Accepted], now: float, scores: Sequence[Sequence[TokenLogprob]] = ()
+        self,
+        step: Step,
+        results: Sequence[Accepted],
+        now: float,
+        scores: Sequence[Sequence[TokenLogprob]] = (),
+        experts: bytes = b"",
     ) -> list[Reply]:
         """Take the results of the oldest step in flight. Return the replies in order.
 
-        `results[i]` belongs to `step.sampled[i]`, `scores[i]` to `step.scored[i]`.
+        `results[i]` belongs to `step.sampled[i]`, `scores[i]` to `step.scored[i]`. `experts`: the chosen experts of all
+        rows, if they are kept.
         """
         assert len(results) == len(step.sampled), f"{len(results)} results for {len(step.sampled)} sampled chunks"
         assert len(scores) == len(step.scored), f"{len(scores)} scores for {len(step.scored)} scored chunks"
+        width, row = self.config.routing_bytes, 0
+        assert len(experts) == step.num_tokens * width, f"{len(experts)} bytes of experts for {step.num_tokens} rows"
         if not step.chunks:
             return []
         assert self._flights[0].step is step, "another step was planned before this one"
@@ -271,37 +291,49 @@ class Scheduler:
             request.in_flight.pop(0)
             result = next(remaining) if chunk.num_sampled else None
             scored = next(remaining_scores) if chunk.scoring is not None else ()
+            chosen = experts[row * width : (row + chunk.num_tokens) * width]
+            row += chunk.num_tokens
             if not request.ended:
                 replies += score_replies(request, chunk, scored) if scored else ()
-                replies += self._advance(request, chunk, result, now)
+                replies += self._advance(request, chunk, result, now, chosen)
             elif not request.in_flight:
                 self._roster.leaving.remove(request)
                 self._holdings.release(request)
         return replies
 
-    def _advance(self, request: Request, chunk: Chunk, result: Accepted | None, now: float) -> list[Reply]:
-        """Count the rows of a completed chunk, and take its tokens."""
+    def _advance(
+        self, request: Request, chunk: Chunk, result: Accepted | None, now: float, experts: bytes
+    ) -> list[Reply]:
+        """Count the rows of a completed chunk, which chose these experts, and take its tokens."""
         assert 0 <= request.num_computed - chunk.start <= chunk.slack, "the chunk does not start where it may"
         num_accepted = 0 if result is None else len(result.token_ids)
         assert num_accepted <= chunk.num_sampled, f"{num_accepted} tokens of {chunk.num_sampled} sampled rows"
         assert result is None or num_accepted, "a sampled chunk yields a token at least"
         request.num_computed += len(chunk.token_ids) - chunk.num_sampled + num_accepted
+        replies: list[Reply] = []
         if chunk.prompt:
             self.stats.computed(chunk)
+            if self._routing is not None:
+                # Before the pages are in the index, or are freed by compression.
+                self._routing.write(chunk.pages, chunk.start, experts)
+                if request.sampling.routed_experts_start is not None:
+                    replies += routing_replies(request, chunk, self._routing)
             self._holdings.register(request)
         if result is not None:
-            return self._accept(request, chunk, result, now)
+            return replies + self._accept(request, chunk, result, now, experts)
         if request.sampling.max_tokens or request.num_computed < len(request.prompt):
-            return []
+            return replies
         # A request with max_tokens 0 ends after its prompt.
         self.stats.prefilled(request, now)
-        return [Reply(request.client, self._finish(request, "length"))]
+        return [*replies, Reply(request.client, self._finish(request, "length"))]
 
-    def _accept(self, request: Request, chunk: Chunk, result: Accepted, now: float) -> list[Reply]:
+    def _accept(self, request: Request, chunk: Chunk, result: Accepted, now: float, experts: bytes) -> list[Reply]:
         if result.error is not None:
             return [Reply(request.client, self._finish(request, "error", result.error, retryable=False))]
         eos = self.config.eos_token_ids
-        tokens, reason = take_tokens(request, chunk, result, eos_token_ids=eos, stats=self.stats, now=now)
+        tokens, reason = take_tokens(
+            request, chunk, result, eos_token_ids=eos, stats=self.stats, now=now, experts=experts
+        )
         replies = [Reply(request.client, tokens)]
         if reason is not None:
             return [*replies, Reply(request.client, self._finish(request, reason))]

@@ -121,7 +121,7 @@ class Run:
         step, results = launched.step, launched.results
         at = time.perf_counter()
         assert not launched.unsound, f"logits of {step.num_tokens} rows are not finite"
-        for reply in self.scheduler.complete(step, results, at):
+        for reply in self.scheduler.complete(step, results, at, experts=launched.experts):
             if isinstance(reply.message, Tokens):
                 self.courses[reply.message.request_id].tokens.extend([at] * len(reply.message.token_ids))
         host = busy + time.perf_counter() - at

@@ -43,6 +43,7 @@ from moeyard_worker.exchange.membership.rendezvous import MeshEndpoint
 from moeyard_worker.exchange.transports.nvlink.expert_fetch import FetchOffer
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.experts.recorder import RoutingRecorder, TraceHeader
+from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.scheduling.scheduler import Scheduler
@@ -184,6 +185,16 @@ class Worker:
         )
         if not (exchange.traits.capturable or config.enforce_eager or config.device == "cpu"):
             log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")
+        routing = None
+        if config.enable_return_routed_experts:
+            routing = StepRouting(
+                model.routed_layers,
+                # Captured steps are padded.
+                max_rows=config.max_batch_tokens + config.max_num_seqs,
+                top_k=model.top_k,
+                id_bytes=model.expert_id_bytes,
+                device=backend.device,
+            )
         runner = Runner(
             self.checkpoint.spec,
             load=weights.load,
@@ -193,6 +204,7 @@ class Worker:
             dtype=self._dtype,
             num_pages=plan.num_pages,
             num_state_slots=num_state_slots * (1 + config.num_drafts) + plan.num_snapshots,
+            routing=routing,
         )
         experts.preload(self._advance)
         self._device.finish()
@@ -218,6 +230,7 @@ class Worker:
                 num_state_slots=num_state_slots,
                 num_snapshots=plan.num_snapshots,
                 chunk_alignment=state.chunk_alignment,
+                routing_bytes=0 if routing is None else routing.row_bytes,
             )
         )
         step_runner = self.runner = self._device.step_runner(runner, config, plan)

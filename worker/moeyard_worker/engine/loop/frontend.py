@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import zmq
 
 from moeyard_worker.keys import WorkerKeys
-from moeyard_worker.protocol import Message, PromptLogprobs, TokenBatch, Tokens
+from moeyard_worker.protocol import Message, PromptExperts, PromptLogprobs, TokenBatch, Tokens
 from moeyard_worker.refusals import Refusals
 from moeyard_worker.scheduling.request import Reply
 from moeyard_worker.sockets import REFUSED_EVENTS, Gate, count_refused, lock, next_event, set_heartbeats, watch
@@ -26,7 +26,7 @@ _TURN_S = 0.5
 
 
 def in_frames(replies: Iterable[Reply]) -> Iterator[tuple[bytes, Message]]:
-    """Yield each router's messages of a step in few frames: prompt log-probabilities, then all tokens in one frame.
+    """Yield each router's messages of a step in few frames: those about prompts, then all tokens in one frame.
 
     Other messages, such as ends of requests, follow in order.
     """
@@ -35,7 +35,7 @@ def in_frames(replies: Iterable[Reply]) -> Iterator[tuple[bytes, Message]]:
     for reply in replies:
         if isinstance(reply.message, Tokens):
             tokens.setdefault(reply.client, []).append(reply.message)
-        elif isinstance(reply.message, PromptLogprobs):
+        elif isinstance(reply.message, PromptLogprobs | PromptExperts):
             yield reply.client, reply.message
         else:
             others.append(reply)

@@ -325,7 +325,8 @@ class Engine:
         now = time.monotonic()
         if self._pacing is not None:
             self._pacing.completed(launched.device_seconds, now=now)
-        for client, message in in_frames(self._scheduler.complete(step, results, now, launched.scores)):
+        replies = self._scheduler.complete(step, results, now, launched.scores, launched.experts)
+        for client, message in in_frames(replies):
             self._send(client, message)
         # If steps overlap, the time of one begins when the previous one is done.
         seconds, self._completed_at = now - max(started, self._completed_at), now

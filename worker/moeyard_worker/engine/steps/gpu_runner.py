@@ -23,7 +23,7 @@ from moeyard_worker.engine.sampling.sampling import Yielded, chosen_logits, feed
 from moeyard_worker.engine.sampling.scoring import score, warm_scoring
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.engine.steps.graphs import CapturedStep, StepGraphs, smallest
-from moeyard_worker.engine.steps.in_flight import InFlight, LaunchedStep, Verified
+from moeyard_worker.engine.steps.in_flight import InFlight, LaunchedStep, Routed, Verified
 from moeyard_worker.engine.steps.programs import ACCEPT, IDLE_DRAFT, MODEL, StepPrograms, draft_part
 from moeyard_worker.engine.steps.runner import Launched, Runner
 from moeyard_worker.engine.steps.sizes import (
@@ -39,6 +39,7 @@ from moeyard_worker.engine.steps.sizes import (
     with_peers,
 )
 from moeyard_worker.exchange.base import PeerRows
+from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Step
 
@@ -229,6 +230,8 @@ class GpuRunner:
         chosen = _to_host(chosen_logits(self._sampler.logits, self._sampler.last_ids[: len(step.sampled) * each]))
         # Copy before another replay: the sampler's graphs share memory with intermediate results of other graphs.
         tokens, blocks = tokens.each(_to_host), [block.each(_to_host) for block in scores]
+        # Before the next step overwrites them.
+        routed = None if self._runner.routing is None else self._routed(self._runner.routing, step, found)
         left = None
         if self._drafts and found is not None:
             left = self._draft(found, step, requests, num_drafts)
@@ -241,12 +244,22 @@ class GpuRunner:
             errors=errors,
             scores=blocks,
             verified=left,
+            routed=routed,
             begun=begun,
             exchange=self._exchange,
         )
         if verified is not None:
             self._sampler.count_accepted(launched, self._programs.accepted, each)
         return launched
+
+    def _routed(self, routing: StepRouting, step: Step, found: CapturedStep | None) -> Routed:
+        """Copy the experts of a launched step to the host, with the rows of a graph that belong to the step."""
+        if found is None:
+            return Routed(ids=_to_host(routing.rows(step.num_tokens)), rows=range(step.num_tokens))
+        inputs = found.inputs
+        each = 1 if inputs.verified is None else inputs.verified.size.queries
+        decode = (inputs.num_prompt + place for place in _places(step, each))
+        return Routed(ids=_to_host(routing.rows(inputs.num_rows)), rows=[*range(step.num_prefill_tokens), *decode])
 
     def _replay(self, found: CapturedStep, step: Step, before: Yielded | None) -> None:
         if step.chunks:

@@ -9,7 +9,7 @@ import torch
 from moeyard_kernels.types.sampling import SampledTokens
 from moeyard_worker.engine.sampling.sampling import accepted, read_tokens, unsound
 from moeyard_worker.engine.sampling.scoring import Scores, read_scores, unsound_scores
-from moeyard_worker.engine.steps.runner import Launched
+from moeyard_worker.engine.steps.runner import Launched, as_bytes
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Step
@@ -25,6 +25,14 @@ class Verified:
     read: torch.Tensor
     state: torch.Tensor
     num_drafts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """Experts that a step chose: an asynchronous copy `ids` of the rows of its graph, and the `rows` of the step."""
+
+    ids: torch.Tensor
+    rows: Sequence[int]
 
 
 class InFlight:
@@ -45,12 +53,14 @@ class InFlight:
         errors: Mapping[int, str],
         scores: Sequence[SampledTokens] = (),
         verified: Verified | None = None,
+        routed: Routed | None = None,
         begun: torch.cuda.Event,
         exchange: Exchange,
     ) -> None:
         self.step, self.waited = step, 0.0
         self._requests, self._tokens, self._chosen, self._places = requests, tokens, chosen, places
         self._errors, self._blocks, self._verified, self._exchange = errors, scores, verified, exchange
+        self._routed = routed
         self._results: list[Accepted] | None = None
         self._scores: Scores | None = None
         self._begun, self._done = begun, torch.cuda.Event(enable_timing=True)
@@ -105,6 +115,14 @@ class InFlight:
             self._done.synchronize()
             self._scores = read_scores(self.step, self._blocks) if self._blocks else []
         return self._scores
+
+    @property
+    def experts(self) -> bytes:
+        """The experts that all rows chose, empty if they are not wanted. Waits for the step."""
+        if self._routed is None:
+            return b""
+        self._done.synchronize()
+        return as_bytes(self._routed.ids[list(self._routed.rows)])
 
     @property
     def unsound(self) -> tuple[str, ...]:

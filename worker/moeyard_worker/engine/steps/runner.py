@@ -21,6 +21,7 @@ from moeyard_worker.engine.sampling.scoring import Scores, read_scores, score, u
 from moeyard_worker.engine.steps.drafting import Speculation
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.layers.moe import Experts
+from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.models.decoder import Decoder, Load
 from moeyard_worker.models.mtp import Drafter
 from moeyard_worker.models.spec import ModelSpec
@@ -33,12 +34,13 @@ from moeyard_worker.state.pools import allocate
 class Launched:
     """A step that runs or has run: `results[i]` belongs to `step.sampled[i]`, `scores[i]` to `step.scored[i]`.
 
-    `unsound`: ids of requests with non-finite logits.
+    `unsound`: ids of requests with non-finite logits. `experts`: those that all rows chose, if they are wanted.
     """
 
     step: Step
     results: list[Accepted]
     scores: Scores = field(default_factory=list)
+    experts: bytes = b""
     unsound: tuple[str, ...] = ()
     device_seconds: float | None = None
     waited: float = 0.0
@@ -52,6 +54,7 @@ class Runner:
     """A model with its dense weights and state on one rank.
 
     `load` gives the dense weights; `experts` computes the rows that the exchange delivers. The runner owns both.
+    `routing` receives the experts that rows choose, if requests may want them.
     """
 
     def __init__(
@@ -65,19 +68,28 @@ class Runner:
         dtype: torch.dtype,
         num_pages: int,
         num_state_slots: int = 0,
+        routing: StepRouting | None = None,
     ) -> None:
         self.config = config = spec.config
         self.page_size = page_size = backend.page_size
         self.backend = backend
         self.dtype = dtype
-        self.exchange = exchange
+        self.exchange, self.routing = exchange, routing
 
         def arrays(layer: int) -> dict[str, torch.Tensor]:
             sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_state_slots}
             return allocate(config.attention[layer].state(), **sizes, dtype=dtype, device=backend.device)
 
         with torch.inference_mode():
-            model = Decoder(spec, backend=backend, load=load, exchange=exchange, experts=experts, allocate=arrays)
+            model = Decoder(
+                spec,
+                backend=backend,
+                load=load,
+                exchange=exchange,
+                experts=experts,
+                allocate=arrays,
+                routing=routing,
+            )
             self.model = model
             self.speculation: Speculation | None = None
             if spec.draft is not None:
@@ -183,7 +195,14 @@ class Runner:
             read_scores(step, score(self.backend, self.model.head, hidden, step, whole=whole)) if step.scored else []
         )
         bad = unsound(fed, requests, found) + (unsound_scores(step, scores) if scores else ())
-        return Launched(step=step, results=results, scores=scores, unsound=tuple(dict.fromkeys(bad)))
+        routed = b"" if self.routing is None else as_bytes(self.routing.rows(step.num_tokens).cpu())
+        return Launched(step=step, results=results, scores=scores, experts=routed, unsound=tuple(dict.fromkeys(bad)))
+
+
+def as_bytes(ids: torch.Tensor) -> bytes:
+    """Return the ids of experts on the host as bytes, an id of two bytes in little-endian order."""
+    data: bytes = ids.numpy().tobytes()
+    return data
 
 
 def _look_ahead(
