@@ -170,6 +170,19 @@ def test_nothing_is_kept_or_sent_without_the_flag() -> None:
         assert refusal(submit, kept) is None
 
 
+def test_salted_requests_share_prefixes_only_among_themselves() -> None:
+    """The answers are the same in any case."""
+    prompt, params = requests()["long"]
+    with Rank(DEMO, enable_return_routed_experts=True) as rank:
+        scheduler, replies, hits = rank.scheduler(), [], []
+        for salt in ("", "a", "a", "b", ""):
+            before = scheduler.stats.prefix_hit_tokens
+            replies.append(rank.serve(scheduler, {"r": (prompt, replace(params, cache_salt=salt))})["r"])
+            hits.append(scheduler.stats.prefix_hit_tokens - before)
+    assert hits == [0, 0, 96, 0, 96]
+    assert replies == [replies[0]] * 5
+
+
 def test_page_routing_reads_what_was_written() -> None:
     """Compare with a plain list, over random pages and ranges."""
     rng = random.Random(2)

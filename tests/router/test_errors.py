@@ -109,7 +109,7 @@ BAD_CHATS = [
 # Field values that request unsupported features.
 ASKING = [
     *((name, [{}]) for name in NOT_SERVED if name != "tools"),
-    *((name, "x") for name in ("allowed_token_ids", "cache_salt", "web_search_options")),
+    *((name, "x") for name in ("allowed_token_ids", "web_search_options")),
     ("best_of", 2),
     ("best_of", True),
     ("best_of", "1"),

@@ -170,6 +170,14 @@ def test_fields_without_effect_are_named(service):
     assert answer.headers["x-moeyard-ignored"] == f"{names}, sampling_params.skip_reading_prefix_cache"
 
 
+def test_salt_reaches_the_worker(service):
+    generate(service, sampling_params={"max_tokens": 1}, cache_salt="7")
+    service.complete(prompt=PROMPT, max_tokens=1, cache_salt="8")
+    assert [submit.sampling.cache_salt for submit in service.submits] == ["7", "8"]
+    answer = service.post(PATH, token_ids=PROMPT, sampling_params={}, cache_salt="")
+    assert answer.json()["error"]["param"] == "cache_salt"
+
+
 def test_large_bodies_have_the_same_answer(service):
     """A body above 64 KiB becomes a job in another process."""
     body = {

@@ -185,3 +185,10 @@ def test_hashes_are_equal_exactly_when_prefixes_are(one: list[int], two: list[in
 def test_hashes_distinguish_large_token_ids() -> None:
     assert page_hashes([1], 1) != page_hashes([1 + 2**32], 1)
     assert page_hashes((5, 6), 2) == page_hashes([5, 6], 2)
+
+
+def test_salts_keep_prefixes_apart() -> None:
+    plain, one, other = (page_hashes([5, 6, 7, 8], 2, salt) for salt in ("", "a", "b"))
+    assert not set(plain) & set(one)
+    assert not set(one) & set(other)
+    assert one == page_hashes([5, 6, 7, 8], 2, "a")

@@ -116,6 +116,7 @@ class SamplingParams:
         the answer regardless of `min_tokens` and `ignore_eos`.
     kv_compression: None keeps the whole prompt. Log-probabilities of the prompt never depend on it.
     routed_experts_start: None, or the first position whose experts are wanted, below the length of the prompt.
+    cache_salt: requests share cached prefixes only if their salts are equal.
     trace_decode_token_ids: the output tokens to produce, whatever the others say; empty to sample. Excludes `grammar`.
         The log-probabilities are the model's own. Behind these tokens the output is sampled.
     """
@@ -138,6 +139,7 @@ class SamplingParams:
     grammar: Grammar | None = None
     kv_compression: KvCompression | None = None
     routed_experts_start: int | None = None
+    cache_salt: str = ""
     trace_decode_token_ids: tuple[int, ...] = ()
 
     def kept(self, num_prompt: int) -> int:

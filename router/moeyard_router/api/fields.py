@@ -39,7 +39,7 @@ IGNORED = frozenset(
 # chats, `functions` and `tools` are of completions.
 NOT_SERVED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        # `best_of` may equal `n`: see _is_neutral. Requests with a `cache_salt` must not share prefixes without it.
+        # `best_of` may equal `n`: see _is_neutral. Completions and chats serve `cache_salt`.
         **dict.fromkeys(("allowed_token_ids", "audio", "best_of", "cache_salt", "chat_template"), ()),
         **dict.fromkeys(("guided_decoding_backend", "logprob_token_ids", "prompt_embeds", "prompt_logprobs"), ()),
         **dict.fromkeys(("repetition_detection", "structural_tag", "web_search_options"), ()),

@@ -70,6 +70,7 @@ class RequestLimits:
             logprobs=logprobs,
             prompt_logprobs=max(scores, default=None),
             kv_compression=compression_of(request.kv_compression, self._config.kv_compression),
+            cache_salt=request.cache_salt or "",
             routed_experts_start=self._routed_start(request, prompt_tokens),
         )
 

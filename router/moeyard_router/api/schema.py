@@ -61,6 +61,7 @@ def compression_of(field: KvCompressionField | None, default: KvCompression | No
 MAX_STOP_STRINGS = 16
 _UINT63 = 2**63 - 1
 
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]  # the limits are vLLM's
 Seed = Annotated[int, Field(ge=-_UINT63 - 1, le=_UINT63)]
 Count = Annotated[int, Field(ge=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -146,6 +147,7 @@ class _Generation(StructuredFields, OutputFields, SamplingFields, Strict):
     usage: UsageOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    cache_salt: CacheSalt | None = None
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")

@@ -16,7 +16,7 @@ from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.replies import DONE_EVENT, LOWEST_LOGPROB, MANY_SCORES, LongLists, prompt_logprobs, usage_of
-from moeyard_router.api.schema import CompletionRequest, DistributionFields, OutputFields, StreamOptions
+from moeyard_router.api.schema import CacheSalt, CompletionRequest, DistributionFields, OutputFields, StreamOptions
 from moeyard_router.api.structured import StructuredOutputs
 from moeyard_router.api.translation import Translation, given
 from moeyard_router.errors import ApiError, bad_request
@@ -25,7 +25,7 @@ from moeyard_worker.protocol import MAX_LOGPROBS, TokenLogprob
 
 _NEUTRAL = MappingProxyType({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0})
 _NAMES = MappingProxyType(
-    {"prompt": "token_ids", r"(model|stream)(_options)?(\..*)?": r"\g<0>", ".*": r"sampling_params.\g<0>"}
+    {"prompt": "token_ids", r"(model|cache_salt|stream)(_options)?(\..*)?": r"\g<0>", ".*": r"sampling_params.\g<0>"}
 )
 
 
@@ -63,6 +63,7 @@ class GenerateRequest(Strict):
     request_id: Annotated[str, Field(max_length=256)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class _Completion(CompletionRequest):
@@ -87,6 +88,7 @@ async def token_job(request: GenerateRequest, intake: Intake) -> Job:
             **_NEUTRAL,
             **body,
             **given(model=request.model, stream=request.stream, stream_options=request.stream_options),
+            **given(cache_salt=request.cache_salt),
             "prompt": request.token_ids,
         },
         names=_NAMES,

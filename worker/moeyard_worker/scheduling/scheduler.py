@@ -97,7 +97,8 @@ class Scheduler:
         num_before = 1 + len(waiting) - self.config.max_waiting
         if not (submit.output_token_ids or self._holdings.can_start_first(waiting, num_before, self.num_running)):
             return queue_full(request_id, len(waiting))
-        hashes = page_hashes(prompt, self.config.page_size) if self.config.prefix_caching else []
+        caches, salt = self.config.prefix_caching, submit.sampling.cache_salt
+        hashes = page_hashes(prompt, self.config.page_size, salt) if caches else []
         request = Request.of(submit, prompt, client=client, arrived=now, hashes=hashes, constraint=constraint)
         reason = finish_reason(request.output, submit.sampling, self.config.eos_token_ids) if request.output else None
         if reason is not None:

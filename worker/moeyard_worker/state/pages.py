@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, KeysView, Sequence
 ROOT_HASH = b"moeyard"
 
 
-def page_hashes(token_ids: Sequence[int], page_size: int) -> list[bytes]:
-    """Return one chained SHA-256 per full page. Two are equal if and only if the prefixes up to the page's end are."""
+def page_hashes(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
+    """Return one chained SHA-256 per full page. Two are equal only if salts and prefixes up to the page's end are."""
     hashes: list[bytes] = []
-    parent = ROOT_HASH
+    parent = hashlib.sha256(ROOT_HASH + salt.encode()).digest() if salt else ROOT_HASH
     for start in range(0, len(token_ids) - page_size + 1, page_size):
         tokens = array("q", token_ids[start : start + page_size]).tobytes()
         parent = hashlib.sha256(parent + tokens).digest()
