@@ -79,7 +79,7 @@ CHATS = {
                 ),
                 ResponsesRequest,
             )
-        ).chat
+        ).body
     ),
     "messages": lambda: ChatRequest.model_validate(
         of_messages(
@@ -98,7 +98,7 @@ CHATS = {
                 ),
                 MessagesRequest,
             )
-        ).chat
+        ).body
     ),
 }
 
