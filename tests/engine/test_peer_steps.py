@@ -126,6 +126,10 @@ class Gpu(CudaDevice):
     def __init__(self, config: EngineConfig, gpu: int) -> None:
         self.backend = CudaBackend(page_size=config.page_size, device=torch.device("cpu"))
 
+    @property
+    def name(self) -> str:
+        return "no GPU"
+
     def available(self) -> int:
         return 4 << 30
 
