@@ -1,7 +1,8 @@
 """Complaints that users of other engines have reported, each as a test against a fleet that cannot have the fault.
 
-The warm fleet has two ranks, a prefix cache, drafts where the model has them, and small chunks. The cold one has one
-rank and none of these. Every answer of the warm fleet must be the cold one's, with its log-probabilities.
+The warm fleet has two ranks, a prefix cache, drafts where the model has them, and chunks of 64 prompt tokens. The cold
+fleet has one rank, computes prompts whole, and has neither cache nor drafts. Every answer of the warm fleet must be the
+cold one's, with its log-probabilities.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ def fleets(
     """Yield the warm and the cold fleet of a model."""
     model = checkpoints[request.param]
     drafts: dict[str, Any] = {"speculate": "mtp", "draft_tokens": 2} if request.param == "hybrid_drafts" else {}
-    warm = engine_config(model, num_workers=2, num_pages=256, **drafts)
+    warm = engine_config(model, num_workers=2, num_pages=256, prefill_chunk=64, **drafts)
     cold = engine_config(model, num_workers=1, num_pages=256, prefix_caching=False)
     ids_only: dict[str, Any] = {"model_path": None}
     with serve_http(processes, warm, **ids_only) as one, serve_http(processes, cold, **ids_only) as other:

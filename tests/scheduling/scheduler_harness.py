@@ -341,7 +341,7 @@ class Harness:
         request.scored += len(message.logprobs)
 
     def _experts(self, planned: Planned) -> bytes:
-        """Return the experts of all rows. Those of refused drafts and of ended requests are wrong."""
+        """Return the experts of all rows, with wrong ones for refused drafts and ended requests."""
         width, found = self.config.routing_bytes, bytearray()
         results = iter(planned.results or ())
         for chunk, request in zip(planned.step.chunks, planned.requests, strict=True):

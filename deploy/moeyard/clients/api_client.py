@@ -40,24 +40,31 @@ def unreachable(target: Target, error: BaseException) -> ValueError:
     return ValueError(f"no server answers at {target.url}: {reason}; start one with `moeyard serve`, or name its URL")
 
 
-def first_model(target: Target) -> str:
-    """The first name of /v1/models. Raises ValueError with one line when there is none to be had."""
-    connection = connect(target, timeout=INFO_SECONDS)
+def ask(
+    target: Target, method: str, path: str, body: dict[str, Any] | None = None, *, timeout: float
+) -> tuple[int, bytes]:
+    """Return status and body of an answer. `timeout` is in seconds. Raises ValueError if no answer comes."""
+    connection = connect(target, timeout=timeout)
     try:
-        connection.request("GET", target.path("models"), headers=target.headers())
+        connection.request(method, path, None if body is None else json.dumps(body), target.headers())
         response = connection.getresponse()
-        body = response.read()
+        return response.status, response.read()
     except (OSError, http.client.HTTPException) as error:
         raise unreachable(target, error) from error
     finally:
         connection.close()
-    if response.status in (401, 403):
-        raise ValueError(f"{target.url} wants a key (HTTP {response.status}); give one with --api-key")
+
+
+def first_model(target: Target) -> str:
+    """Return the first name of /v1/models. Raises ValueError with one line if there is none."""
+    status, body = ask(target, "GET", target.path("models"), timeout=INFO_SECONDS)
+    if status in (401, 403):
+        raise ValueError(f"{target.url} wants a key (HTTP {status}); give one with --api-key")
     try:
         found: Any = json.loads(body)["data"][0]["id"]
     except (ValueError, LookupError, TypeError):
         raise ValueError(
-            f"{target.url}/v1/models names no model (HTTP {response.status}); is it an OpenAI-compatible server?"
+            f"{target.url}/v1/models names no model (HTTP {status}); is it an OpenAI-compatible server?"
         ) from None
     return str(found)
 

@@ -1,7 +1,6 @@
 """`moeyard replay`: run logged requests again, and compare token ids and log-probabilities bit by bit."""
 
 import argparse
-import http.client
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moeyard.clients.api_client import SILENCE_SECONDS, connect, first_model, refusal, unreachable
+from moeyard.clients.api_client import SILENCE_SECONDS, ask, first_model, refusal
 from moeyard.clients.target_config import Target, parse_target
 
 # A difference ends the command after this many requests per connection at most.
@@ -44,7 +43,7 @@ def replay(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(args.concurrency) as pool:
         for begin in range(0, len(logged), step):
             batch = logged[begin : begin + step]
-            for one, answer in zip(batch, pool.map(partial(ask, target, model), batch), strict=True):
+            for one, answer in zip(batch, pool.map(partial(answer_to, target, model), batch), strict=True):
                 found = difference(one, answer["choices"][0])
                 if found is not None:
                     print(f"{one.place}: {found}{unlike(one, answer)}; {equal} answers before it are equal")
@@ -81,21 +80,12 @@ def read_log(path: Path) -> Iterator[Logged]:
         raise ValueError(f"{path}: no request has output")
 
 
-def ask(target: Target, model: str, one: Logged) -> dict[str, Any]:
+def answer_to(target: Target, model: str, one: Logged) -> dict[str, Any]:
     """Return the answer of /inference/v1/generate to a logged request. Raises ValueError if there is none."""
-    connection = connect(target, timeout=SILENCE_SECONDS)
-    try:
-        connection.request(
-            "POST", f"{target.prefix}/inference/v1/generate", json.dumps(one.body(model)), target.headers()
-        )
-        response = connection.getresponse()
-        body = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise unreachable(target, error) from error
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise ValueError(f"{one.place}: HTTP {response.status}: {refusal(body)}")
+    path = f"{target.prefix}/inference/v1/generate"
+    status, body = ask(target, "POST", path, one.body(model), timeout=SILENCE_SECONDS)
+    if status != 200:
+        raise ValueError(f"{one.place}: HTTP {status}: {refusal(body)}")
     return dict(json.loads(body))
 
 

@@ -153,9 +153,7 @@ class Generation:
         text = self.choices[index].plain_text(event)
         if text is None:
             return False
-        timing.tokens(now, len(event.token_ids))
-        if self._log is not None:
-            self._outputs[index].append(event)
+        self._count(now, index, event)
         if text:
             direct.write(text_event(index, text))
         return True
@@ -177,9 +175,7 @@ class Generation:
             if timing.first is None and not self._prompt_is_done(index):
                 return
             delta = choice.tokens(event)
-            if self._log is not None:
-                self._outputs[index].append(event)
-            timing.tokens(now, len(event.token_ids))
+            self._count(now, index, event)
         elif isinstance(event, PromptLogprobs):
             if not choice.scores(event):
                 self._error = _missing("logprobs")
@@ -205,6 +201,12 @@ class Generation:
             deltas[index].extend(delta)
         else:
             deltas[index] = delta
+
+    def _count(self, now: float, index: int, event: Tokens) -> None:
+        """Time the tokens of a choice, and keep them for the log."""
+        self._timings[index].tokens(now, len(event.token_ids))
+        if self._log is not None:
+            self._outputs[index].append(event)
 
     def _ended(self, now: float, index: int, reason: str, done: Done | None) -> None:
         """Record the end of a choice in the metrics and the recent requests. `done`: its worker's last message."""

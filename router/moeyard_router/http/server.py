@@ -78,7 +78,6 @@ class RouterServer:
         self._certificate = open_certificate(config.access)
         self._codec = open_codec(config.model_path, config.chat_template)
         self._formats = formats_of(config, self._codec)
-        self._request_log = open_log(config)
         self._metrics = RouterMetrics(config.model_name)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_requests = 0
@@ -96,14 +95,14 @@ class RouterServer:
         if "vllm" in self._config.metric_aliases:
             self._metrics.aliases.register(VllmAliases(self._metrics))
             self._metrics.fleet.register(VllmFleetAliases(fleet))
-        bodies = Bodies(self._config, self._formats)
+        bodies, request_log = Bodies(self._config, self._formats), open_log(self._config)
         services = Services(
             config=self._config,
             fleet=fleet,
             codec=self._codec,
             metrics=self._metrics,
             bodies=bodies,
-            log=self._request_log,
+            log=request_log,
         )
         app = create_app(services, health=health, keys=self._keys, siblings=self._siblings)
         self._server = _UvicornServer(
@@ -129,8 +128,8 @@ class RouterServer:
         finally:
             bodies.close()
             fleet.close()
-            if self._request_log is not None:
-                self._request_log.close()
+            if request_log is not None:
+                request_log.close()
             self._sock.close()
             if self._siblings is not None:
                 self._siblings.close()

@@ -154,7 +154,7 @@ def _rope(keys: _Keys) -> dict[str, Any]:
 
 
 def _head_dim(keys: _Keys) -> int:
-    """Return the width of a head, all of which is rotated."""
+    """Return the width of a head. The whole head is rotated."""
     width, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     head_dim = keys.integer("attention.key_length", width // heads)
     keys.same("attention.value_length", head_dim)

@@ -1,8 +1,10 @@
 """Lists of module names in quantisation settings, which say what is quantised and what is not. Pure.
 
-Exporters write such names in several ways: in full ("model.layers.3.mlp.gate"), as a prefix ("model.layers.0"), without
-the leading parts ("lm_head"), from the middle ("self_attn"), as a module that an inference engine fuses
-("gate_up_proj"), or as a pattern ("re:...").
+Exporters write such names in several ways:
+
+- in full ("model.layers.3.mlp.gate"), or the beginning ("model.layers.0"), end ("lm_head") or middle ("self_attn")
+- as a module that an inference engine fuses ("gate_up_proj")
+- as a pattern ("re:...")
 """
 
 import re
