@@ -85,3 +85,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed that is stable for a test and differs between tests."""
     return zlib.crc32(request.node.nodeid.encode())
+
+
+@pytest.fixture(autouse=True)
+def same_draws(seed: int) -> None:
+    """Let torch draw the same numbers in each run of a test, so that a failure can be repeated."""
+    torch.manual_seed(seed)

@@ -142,8 +142,9 @@ class Service:
         return [json.loads(line[6:]) for line in lines[:-1]]
 
     def wait_idle(self) -> None:
-        """Wait until nothing is in flight; fail if a sequence leaked."""
+        """Wait until nothing is in flight and every worker has ended its sequences; fail if a sequence leaked."""
         wait_for(lambda: self.client.get("/v1/fleet").json()["inflight"] == 0, "sequences still in flight")
+        wait_for(lambda: not any(w.busy for w in self.workers), "sequences still run")
 
     @property
     def submits(self) -> list[Submit]:

@@ -157,6 +157,15 @@ class ScriptedWorker:
         for peer in self._peers:
             self._socket.send_multipart([peer, frame])
 
+    def report(self, **fields: Any) -> None:
+        """Report from any thread a snapshot with `fields` in place of its own. A sequence that ends resets its load."""
+
+        def change() -> None:
+            self.snapshot = dataclasses.replace(self.snapshot, **fields)
+            self.say(self.snapshot)
+
+        self.do(change)
+
     def fail(self, failure: str) -> None:
         """Report from any thread that the fleet is broken."""
         self.snapshot = dataclasses.replace(self.snapshot, state="failed", failure=failure)
@@ -164,21 +173,11 @@ class ScriptedWorker:
 
     def hold(self, why: str) -> None:
         """Report from any thread that a peer is lost, and run nothing."""
-
-        def recover() -> None:
-            self.snapshot = dataclasses.replace(self.snapshot, state="recovering", failure=why)
-            self.say(self.snapshot)
-
-        self.do(recover)
+        self.report(state="recovering", failure=why)
 
     def go_on(self, epoch: int) -> None:
         """Report from any thread that the fleet is whole again, under a new epoch."""
-
-        def ready() -> None:
-            self.snapshot = dataclasses.replace(self.snapshot, state="ready", failure=None, epoch=epoch)
-            self.say(self.snapshot)
-
-        self.do(ready)
+        self.report(state="ready", failure=None, epoch=epoch)
 
     def hang_up(self) -> None:
         """Break all connections of this process to the worker, which continues to listen. Any thread may call it."""
@@ -187,6 +186,11 @@ class ScriptedWorker:
             if connection.raddr and connection.raddr.port == port:
                 with socket.socket(fileno=os.dup(connection.fd)) as end:
                     end.shutdown(socket.SHUT_RDWR)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a living worker runs a sequence, probes included."""
+        return self._alive and not self.paused and bool(self._running)
 
     @property
     def runs(self) -> list[str]:

@@ -3,7 +3,6 @@
 These fleets do not replace lost workers (`recovery_timeout` 0); test_recovery.py covers replacement.
 """
 
-import dataclasses
 import json
 import select
 import socket
@@ -300,8 +299,7 @@ def test_worker_of_another_model(start, wait_for):
 def test_stopping_worker_accepts_no_requests(start, wait_for, recovery_timeout):
     service = start(2, recovery_timeout=recovery_timeout)
     worker = service.workers[0]
-    worker.snapshot = dataclasses.replace(worker.snapshot, state="stopping")
-    worker.do(lambda: worker.say(worker.snapshot))
+    worker.report(state="stopping")
     wait_for(lambda: service.client.get("/readyz").status_code == 503, "a stopping worker must end readiness")
     if recovery_timeout:
         service.complete(prompt="x", n=4, max_tokens=3)

@@ -149,10 +149,7 @@ def test_aliases_have_the_values_of_their_series(start, wait_for):
     service.complete(prompt=[[5, 6, 7], [8]], n=2, max_tokens=5)
     service.wait_idle()
     for worker in service.workers:
-        worker.snapshot = dataclasses.replace(
-            worker.snapshot, num_running=1, num_waiting=2 + worker.rank, kv_pages_free=16 * (1 + worker.rank)
-        )
-        worker.do(lambda worker=worker: worker.say(worker.snapshot))
+        worker.report(num_running=1, num_waiting=2 + worker.rank, kv_pages_free=16 * (1 + worker.rank))
     wait_for(
         lambda: [w["snapshot"]["num_waiting"] for w in service.client.get("/v1/fleet").json()["workers"]] == [2, 3],
         "the router must have the snapshots",

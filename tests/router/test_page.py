@@ -1,6 +1,5 @@
 """The page at /: its files, its data, and its rendering in a browser if one is installed."""
 
-import dataclasses
 import json
 import re
 import subprocess
@@ -59,9 +58,8 @@ def report_all(service: Any, wait_for: Callable[..., None]) -> None:
     """Let every rank report all its fields, and its experts' rows on request."""
     for worker in service.workers:
         own = {name: value + worker.rank for name, value in REPORTED.items()}
-        worker.snapshot = dataclasses.replace(worker.snapshot, kv_pages_free=48, **own)
         worker.loads = loads(worker.rank)
-        worker.do(lambda worker=worker: worker.say(worker.snapshot))
+        worker.report(kv_pages_free=48, **own)
 
     def known() -> bool:
         workers = service.client.get("/v1/fleet/live").json()["workers"]
