@@ -22,6 +22,7 @@ FAMILIES = (
     "kimi_k2",
     "kimi_k25",
     "deepseek_v2",
+    "deepseek_v4",
     "qwen3_moe",
     "qwen3_next",
     "qwen3_5_moe",
@@ -69,6 +70,33 @@ _MLA: dict[str, Any] = {
 _FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_MLA, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "num_mtp_layers": 0},
     "deepseek_v2": {**_MLA, "topk_method": "greedy"},
+    "deepseek_v4": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "partial_rotary_factor": 0.25,
+        "q_lora_rank": 24,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        # With few heads most scores are 0, and ties decide.
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_topk": 8,
+        "layer_types": [
+            *("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
+            "compressed_sparse_attention",
+        ],
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "rope_scaling": {
+            **{"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64},
+            **{"beta_fast": 32, "beta_slow": 1},
+        },
+        # Some values reach it.
+        "swiglu_limit": 1.0,
+    },
     "qwen3_moe": {
         "num_key_value_heads": 2,
         "head_dim": 16,
@@ -117,6 +145,7 @@ _WITH_IMAGES = {"kimi_k25": "deepseek_v3", "qwen3_5_moe": "qwen3_5_moe_text"}
 _CLASSES: dict[str, tuple[str, str]] = {
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v4": ("DeepseekV4Config", "DeepseekV4ForCausalLM"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "qwen3_5_moe_text": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM"),
@@ -179,6 +208,11 @@ def randomize(model: transformers.PreTrainedModel, seed: int) -> None:
     for name in sorted(state):
         tensor = state[name]
         noise = torch.randn(tensor.shape, generator=generator)
+        if name.endswith("tid2eid"):
+            # Distinct experts per token.
+            order = torch.rand(tensor.shape[0], model.config.n_routed_experts, generator=generator).argsort(1)
+            tensor.copy_(order[:, : tensor.shape[1]])
+            continue
         if "e_score_correction_bias" in name:
             noise *= 0.2
         elif name.endswith("A_log"):
@@ -217,6 +251,33 @@ def edit_tensors(
     for key in remove:
         del tensors[key]
     save_file({**tensors, **(add or {})}, path, metadata={"format": "pt"})
+
+
+def publish_v4(directory: Path | str) -> None:
+    """Rewrite a single-file DeepSeek-V4 checkpoint with the names of tensors and settings that the hub has."""
+    path = Path(directory) / "model.safetensors"
+    names = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
+
+    def published(key: str) -> str:
+        key = key.removeprefix("model.")
+        for saved, name in names.items():
+            key = key.replace(saved, name)
+        return key
+
+    save_file({published(key): x for key, x in load_file(path).items()}, path, metadata={"format": "pt"})
+    config = json.loads((Path(directory) / "config.json").read_text())
+    ratios = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    rope = {k: v for k, v in config["rope_parameters"]["compress"].items() if k in ("factor", "beta_fast", "beta_slow")}
+    rope |= {"original_max_position_embeddings": 64, "type": "yarn"}
+    edit_config(
+        directory,
+        remove=("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor"),
+        compress_ratios=[*(ratios[kind] for kind in config["layer_types"]), 0],
+        num_hash_layers=config["mlp_layer_types"].count("hash_moe"),
+        rope_scaling=rope,
+        rope_theta=config["rope_parameters"]["main"]["rope_theta"],
+        topk_method="noaux_tc",
+    )
 
 
 def add_drafts(directory: Path | str) -> None:

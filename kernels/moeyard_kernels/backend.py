@@ -15,7 +15,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from moeyard_kernels.types.gate import Chosen, ExpertParts, TokenChoice
-from moeyard_kernels.types.layers import GateLayer, GdnLayer, GqaLayer, KdaLayer, MlaLayer
+from moeyard_kernels.types.layers import (
+    CompressedLayer,
+    GateLayer,
+    GdnLayer,
+    GqaLayer,
+    HyperLayer,
+    HyperMix,
+    KdaLayer,
+    MlaLayer,
+)
 from moeyard_kernels.types.step import StepRows
 
 # Features of one backend are typed by its class: captured steps, residency that the device decides, and counts of
@@ -75,6 +84,21 @@ class MlaAttend(Protocol):
     def attend(self, q: torch.Tensor, latent: torch.Tensor, k_rope: torch.Tensor, plan: Opaque) -> torch.Tensor:
         """q [num_rows, Hq (nope + Dr)], latent [num_rows, R] as in `Backend.mla`, k_rope [num_rows, Dr] -> [num_rows,
         Hq Dv]."""
+
+
+class CompressedAttend(Protocol):
+    """Attention over a window and compressed entries, of one layer: `CompressedLayer`."""
+
+    def attend(self, x: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, plan: Opaque) -> torch.Tensor:
+        """x [num_rows, H], q [num_rows, Hq D + Hi Di] with the indexer's queries last, kv [num_rows, D] normalised ->
+        [num_rows, G R], the first output projection of all groups. Prompt positions and others have a formula each."""
+
+
+class HyperSite(Protocol):
+    """Hyper-connections in front of one block, or of the head: `HyperLayer`."""
+
+    def enter(self, streams: torch.Tensor) -> tuple[torch.Tensor, HyperMix | None]:
+        """Streams [num_rows, S, H] -> the rows [num_rows, H] that the block reads, and how to write its result."""
 
 
 class DeltaMix(Protocol):
@@ -190,7 +214,7 @@ class Backend(Protocol):
     @property
     def mla_split_qkv_a_norm(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]: ...
     @property
-    def silu_mul(self) -> Callable[[torch.Tensor], torch.Tensor]: ...
+    def silu_mul(self) -> Callable[[torch.Tensor, float | None], torch.Tensor]: ...
     @property
     def sample(self) -> Callable[..., SampledTokens]: ...
     @property
@@ -224,6 +248,14 @@ class Backend(Protocol):
     def mla(self, layer: MlaLayer) -> MlaAttend: ...
     def gdn(self, layer: GdnLayer) -> DeltaMix: ...
     def kda(self, layer: KdaLayer) -> DeltaMix: ...
+    def compressed(self, layer: CompressedLayer) -> CompressedAttend: ...
+    def hyper_site(self, layer: HyperLayer) -> HyperSite: ...
+
+    def hyper_leave(
+        self, result: torch.Tensor | ExpertParts, streams: torch.Tensor, mix: HyperMix, site: Opaque, plan: Opaque
+    ) -> tuple[torch.Tensor, torch.Tensor, HyperMix | None]:
+        """Write a block's result, rows [num_rows, H] or unreduced parts, into streams [num_rows, S, H], then enter
+        `site`. Returns (new streams, rows, mix)."""
 
     def expert_slots(self, *, num_slots: int, form: ExpertForm) -> ExpertSlots:
         """Allocate memory for routed experts."""

@@ -101,8 +101,8 @@ def answers(subject: Subject) -> dict[str, list[int]]:
     run, answers_by_id = Run(subject, subject.scheduler()), dict[str, list[int]]()
     complete = run.scheduler.complete
 
-    def keep(*args: Any) -> Any:
-        replies = complete(*args)
+    def keep(*args: Any, **options: Any) -> Any:
+        replies = complete(*args, **options)
         for reply in replies:
             if isinstance(reply.message, Tokens):
                 answers_by_id.setdefault(reply.message.request_id, []).extend(reply.message.token_ids)

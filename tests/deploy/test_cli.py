@@ -210,7 +210,7 @@ def test_dead_ray_address() -> None:
         (["experts", "plan", str(TRACE)], ["--workers"]),
         (["experts", "plan", str(TRACE), "--workers", "33"], ["33 ranks for 32 experts"]),
         (["experts", "plan", str(TRACE), "--workers", "1", "--copies", "1"], ["second rank"]),
-        (["experts", "plan", str(DEMO / "config.json"), "--workers", "2"], ["no reply of /v1/fleet/experts"]),
+        (["experts", "plan", str(DEMO / "config.json"), "--workers", "2"], ["not a reply of /v1/fleet/experts"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -94,10 +94,10 @@ def test_different_or_failed_fleet_is_named(
 
     def wrong(*given: Any) -> gpu_matrix_ranks.Expected:
         found = right(*given)
-        ids, logprobs, prompt = found["d"]
+        ids, logprobs, *rest = found["d"]
         other = replace(logprobs[3], logprob=logprobs[3].logprob + 2.0**-20)
         assert other != logprobs[3]
-        return found | {"d": (ids, (*logprobs[:3], other, *logprobs[4:]), prompt)}
+        return found | {"d": (ids, (*logprobs[:3], other, *logprobs[4:]), *rest)}
 
     def start(pool: Any, config: Any, placement: Any = None) -> Any:
         if placement is not None and placement.copies:

@@ -286,7 +286,7 @@ def test_bad_arguments_are_named() -> None:
     good = {"top_k": 2, "scoring": "softmax", "renormalize": True}
     for change, message in [
         ({"top_k": 9}, r"top_k 9, E 8 of logits float32 \[2, 8\], expected 1 <= top_k <= E"),
-        ({"scoring": "tanh"}, r"scoring tanh, expected scoring in \('softmax', 'sigmoid'\)"),
+        ({"scoring": "tanh"}, r"scoring tanh, expected scoring in \('softmax', 'sigmoid', 'sqrtsoftplus'\)"),
         ({"bias": torch.zeros(7)}, r"bias float32 \[7\], expected float32 \[8\] for logits float32 \[2, 8\]"),
         ({"counts": LONG(8)}, r"counts int64 \[8\], entries None, expected \(counts is None\) == \(entries is None\)"),
         (

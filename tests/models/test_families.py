@@ -162,6 +162,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "max_shard_size": "100KB",
         },
     ),
+    "deepseek_v4": ("deepseek_v4", {}),
+    "deepseek_v4-all_hashed_heavy_first_sharded": (
+        "deepseek_v4",
+        {
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+            "mlp_layer_types": ["hash_moe", "hash_moe"],
+            "num_hidden_layers": 2,
+            "rope_scaling": None,
+            "hc_mult": 2,
+            "hc_sinkhorn_iters": 3,
+            "index_topk": 3,
+            "swiglu_limit": 0.3,
+            "max_shard_size": "100KB",
+        },
+    ),
     "qwen3_5_moe": ("qwen3_5_moe", {"fused_experts": True}),
     "qwen3_5_moe-tied_yarn_four_layers": (
         "qwen3_5_moe",

@@ -86,7 +86,7 @@ def test_when_a_choice_is_deferred(
     backend: Any = SimpleNamespace(
         gate=lambda *_, **__: gate,
         linear=lambda x, weight: x @ weight.data.T,
-        silu_mul=lambda x: x[:, : x.shape[1] // 2],
+        silu_mul=lambda x, limit: x[:, : x.shape[1] // 2],
         beside=lambda run, _: run,
     )
     weights: dict[str, Any] = {}

@@ -8,8 +8,10 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.cpu.attention import CpuGqa, CpuMla
+from moeyard_kernels.cpu.compressed_attention import CpuCompressed
 from moeyard_kernels.cpu.experts import CpuExpertSlots
 from moeyard_kernels.cpu.footprint import STREAM_SLOTS
+from moeyard_kernels.cpu.hyper_connections import CpuHyperSite, leave
 from moeyard_kernels.cpu.linear import linear, pack_matrix
 from moeyard_kernels.cpu.linear_attention import CpuGdn, CpuKda
 from moeyard_kernels.cpu.plan import CpuPlan, pad_rows
@@ -17,7 +19,7 @@ from moeyard_kernels.ops.elementwise import rows_apart
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import Chosen, ExpertParts, no_choice
-from moeyard_kernels.types.layers import GateLayer, GqaLayer, MlaLayer
+from moeyard_kernels.types.layers import GRANULE, CompressedLayer, GateLayer, GqaLayer, HyperMix, MlaLayer
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step import StepRows
 
@@ -28,7 +30,7 @@ class CpuGate:
     computes_shared = False
 
     def __init__(self, layer: GateLayer) -> None:
-        self._weight, self._top_k = layer.weight.data, layer.rule.top_k
+        self._weight, self._top_k, self._table = layer.weight.data, layer.rule.top_k, layer.table
         self._shared_gate = None if layer.shared_gate is None else layer.shared_gate.data
         self._arguments: dict[str, Any] = {**asdict(layer.rule), "bias": layer.bias}
 
@@ -36,7 +38,8 @@ class CpuGate:
         if not plan.num_tokens:
             return no_choice(x, self._top_k)
         logits = linear(x.to(self._weight.dtype), self._weight)
-        weights, ids = ops.topk_gate.reference(logits.float(), **self._arguments)
+        ids = None if self._table is None else self._table.index_select(0, plan.token_ids).long()
+        weights, ids = ops.topk_gate.reference(logits.float(), ids=ids, **self._arguments)
         shared = None if self._shared_gate is None else linear(x, self._shared_gate)[:, 0]
         return Chosen(weights=weights[: plan.num_tokens], ids=ids[: plan.num_tokens], shared_gate=shared)
 
@@ -56,6 +59,7 @@ class CpuBackend:
     gate = staticmethod(CpuGate)
     gdn = staticmethod(CpuGdn)
     kda = staticmethod(CpuKda)
+    hyper_site = staticmethod(CpuHyperSite)
     stream_slots = STREAM_SLOTS
     choices = None
 
@@ -81,6 +85,11 @@ class CpuBackend:
         self._windows.add(None)
         return CpuMla(layer)
 
+    def compressed(self, layer: CompressedLayer) -> CpuCompressed:
+        if self.page_size % GRANULE:
+            raise ValueError(f"page_size {self.page_size}: compressed attention needs a multiple of {GRANULE}")
+        return CpuCompressed(layer)
+
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return (x * rows_apart(gate).sigmoid()).to(x.dtype)
 
@@ -94,11 +103,27 @@ class CpuBackend:
     def reduce_add_norm(
         self, parts: ExpertParts, residual: torch.Tensor, norm: torch.Tensor, eps: float, plan: CpuPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        count, shared = plan.num_tokens, parts.shared
-        if not count:
+        if not plan.num_tokens:
             return residual, residual
+        return ops.add_rms_norm.reference(self._reduced(parts, plan), residual, norm, eps)
+
+    def _reduced(self, parts: ExpertParts, plan: CpuPlan) -> torch.Tensor:
+        """Return the sum [num_rows, H] of the results of experts and shared experts."""
+        count, shared = plan.num_tokens, parts.shared
         if shared is not None and parts.shared_gate is not None:
             shared = self.sigmoid_mul(shared, parts.shared_gate[:, None])
         shared = None if shared is None else shared[:count]
-        out = pad_rows(ops.moe_weighted_reduce.reference(parts.routed, parts.weights, shared), plan.num_rows)
-        return ops.add_rms_norm.reference(out, residual, norm, eps)
+        return pad_rows(ops.moe_weighted_reduce.reference(parts.routed, parts.weights, shared), plan.num_rows)
+
+    def hyper_leave(
+        self,
+        result: torch.Tensor | ExpertParts,
+        streams: torch.Tensor,
+        mix: HyperMix,
+        site: CpuHyperSite,
+        plan: CpuPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor, HyperMix | None]:
+        if isinstance(result, ExpertParts):
+            result = self._reduced(result, plan)
+        streams = leave(result, streams, mix)
+        return streams, *site.enter(streams)

@@ -27,7 +27,7 @@ class CpuExpertSlots:
     """
 
     def __init__(self, *, num_slots: int, form: ExpertForm) -> None:
-        self.num_slots = num_slots
+        self.num_slots, self.limit = num_slots, form.limit
         self._form = form
         self._scratch = self._views()
         self._empty = self._scratch.down.data.new_empty(0)
@@ -98,7 +98,7 @@ class CpuExpertRun:
         if slots.joint and 0 < self._flat.size <= FEW_PAIRS and not self._num_elsewhere:
             of_pairs = [slot_of_expert[expert] for expert in self._flat.tolist()]
             if min(of_pairs) >= 0:
-                self._result = pairs_mlp(self._rows, of_pairs, slots.gate_up, slots.down)
+                self._result = pairs_mlp(self._rows, of_pairs, slots.gate_up, slots.down, slots.limit)
                 return
         if self._groups is None:
             self._groups = _Groups(self._rows, self._flat, self._num_elsewhere, top_k=self._top_k)
@@ -110,7 +110,7 @@ class CpuExpertRun:
         found = self._groups
         few = sum(count for _, count, _ in groups) <= JOINT_ROWS * len(groups)
         mlp = joint_mlp if slots.joint and few else grouped_mlp
-        mlp(self._rows, found.row_of_pair, groups, slots.gate_up, slots.down, found.out)
+        mlp(self._rows, found.row_of_pair, groups, slots.gate_up, slots.down, found.out, slots.limit)
 
     def result(self) -> torch.Tensor:
         if self._result is not None:
@@ -139,12 +139,13 @@ def grouped_mlp(
     gate_up: torch.Tensor | Sequence[torch.Tensor],
     down: torch.Tensor | Sequence[torch.Tensor],
     out: torch.Tensor,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """Run pairs through their experts: out[p] = down[slot] @ silu_mul(gate_up[slot] @ rows[row_of_pair[p]]) -> out.
 
     rows [R, H], row_of_pair [P] int64, out [P, H]; gate_up and down hold S matrices [2 I, H] and [H, I], packed or not.
-    Each group (start, count, slot) covers the pairs start..start + count - 1. Pairs without a group keep their value in
-    `out`, so two calls can compute hits and misses into one `out`.
+    `limit`: as in `silu_mul`. Each group (start, count, slot) covers the pairs start..start + count - 1. Pairs without
+    a group keep their value in `out`, so two calls can compute hits and misses into one `out`.
 
     A group is padded to a row count of `linear` with the pairs after it, whose results are dropped. Rows do not affect
     each other, and no padding has to be written.
@@ -158,6 +159,6 @@ def grouped_mlp(
         if stop > row_of_pair.shape[0]:
             row_of_pair = F.pad(row_of_pair[:num_pairs], (0, stop - num_pairs))
         x = rows.index_select(0, row_of_pair[start:stop])
-        y = project(silu_mul.reference(project(x, w_in)), w_out)
+        y = project(silu_mul.reference(project(x, w_in), limit), w_out)
         out[start : start + count] = y[:count]
     return out

@@ -68,14 +68,18 @@ def _products(rows: torch.Tensor, matrices: list[torch.Tensor]) -> torch.Tensor:
 
 
 def pairs_mlp(
-    rows: torch.Tensor, slots: Sequence[int], gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor]
+    rows: torch.Tensor,
+    slots: Sequence[int],
+    gate_up: Sequence[torch.Tensor],
+    down: Sequence[torch.Tensor],
+    limit: float | None = None,
 ) -> torch.Tensor:
     """Compute the pairs of rows [R, H] with K slots each, row by row, at most `FEW_PAIRS` -> [R, K, H]. Each place of
     the batch is one row, repeated. The bits are those of `joint_mlp`."""
     (num_rows, hidden), count = rows.shape, len(slots)
     x = rows.unsqueeze(1).expand(num_rows, count // num_rows * _TILE, hidden).reshape(count, _TILE, hidden)
     y = _products(x, [gate_up[slot] for slot in slots]).view(count * _TILE, -1)
-    y = _products(silu_mul.reference(y).view(count, _TILE, -1), [down[slot] for slot in slots])
+    y = _products(silu_mul.reference(y, limit).view(count, _TILE, -1), [down[slot] for slot in slots])
     return y[:, 0].contiguous().view(num_rows, -1, hidden)
 
 
@@ -86,6 +90,7 @@ def joint_mlp(
     gate_up: Sequence[torch.Tensor],
     down: Sequence[torch.Tensor],
     out: torch.Tensor,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """`grouped_mlp` with plain matrices, for shapes with `joins`.
 
@@ -110,7 +115,7 @@ def joint_mlp(
         pairs = np.add.outer(firsts, nth)
         x = rows.index_select(0, torch.from_numpy(of_pair.take(pairs.ravel(), mode="clip")))
         y = _products(x.view(len(slots), tile, -1), [gate_up[slot] for slot in slots])
-        h = silu_mul.reference(y.view(len(slots) * tile, -1)).view(len(slots), tile, -1)
+        h = silu_mul.reference(y.view(len(slots) * tile, -1), limit).view(len(slots), tile, -1)
         y = _products(h, [down[slot] for slot in slots]).view(len(slots) * tile, -1)
         wanted = np.less.outer(nth, counts).T
         kept = torch.from_numpy(wanted.ravel().nonzero()[0])

@@ -130,12 +130,13 @@ class CpuPlan:
     entries: [T] int64, page * page_size + offset of each row's place in the pages.
     decode: per sliding window, the pages that the T - num_prompt decode rows read.
     sample_rows: [num_sampled padded] int64, rows whose logits are wanted; the padding repeats row 0.
+    table: [T - num_prompt, pages] int64, the pages of each decode row.
     waves: the decode rows in the order of their state updates, see `_waves`.
     """
 
     __slots__ = (
         *("decode", "entries", "num_decode", "num_decode_rows", "num_prompt", "num_rows", "num_sampled"),
-        *("num_tokens", "positions", "rotation", "sample_rows", "segments", "token_ids", "waves"),
+        *("num_tokens", "page_size", "positions", "rotation", "sample_rows", "segments", "table", "token_ids", "waves"),
     )
 
     decode: dict[int | None, DecodePlan]
@@ -164,8 +165,8 @@ class CpuPlan:
         self.token_ids, self.positions = torch.from_numpy(rows)
         self.entries, self.sample_rows = torch.from_numpy(found[2]), torch.from_numpy(sample_rows)
         table, kv_lens = decode_table(step.decode, page_size)
-        pages = torch.from_numpy(table)
-        self.decode = {w: plan_decode(pages, kv_lens, page_size=page_size, window=w) for w in windows}
+        self.page_size, self.table = page_size, torch.from_numpy(table)
+        self.decode = {w: plan_decode(self.table, kv_lens, page_size=page_size, window=w) for w in windows}
         self.rotation = Rotations(self.positions)
         self.waves = _waves(step.decode, num_prompt)
 

@@ -5,7 +5,7 @@ It also runs without a GPU: on the CPU the ops run their references, which lets 
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,7 +13,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.capturing import capture, capture_while_serving, compile_ahead, without_collection
 from moeyard_kernels.cuda.experts import CudaExpertSlots
-from moeyard_kernels.cuda.footprint import STREAM_SLOTS
+from moeyard_kernels.cuda.footprint import NO_COMPRESSED, STREAM_SLOTS
 from moeyard_kernels.cuda.gate import CudaGate, GateCounts
 from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda
 from moeyard_kernels.cuda.plan import CudaPlan
@@ -24,7 +24,7 @@ from moeyard_kernels.ops.op import load
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import ExpertParts
-from moeyard_kernels.types.layers import GateLayer, GdnLayer, GqaLayer, KdaLayer, MlaLayer
+from moeyard_kernels.types.layers import CompressedLayer, GateLayer, GdnLayer, GqaLayer, HyperLayer, KdaLayer, MlaLayer
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step import StepRows
 from moeyard_kernels.types.step_size import StepSize
@@ -124,6 +124,15 @@ class CudaBackend:
     def kda(self, layer: KdaLayer) -> CudaKda:
         self.slots = True
         return CudaKda(layer)
+
+    def compressed(self, layer: CompressedLayer) -> NoReturn:
+        raise ValueError(NO_COMPRESSED)
+
+    def hyper_site(self, layer: HyperLayer) -> NoReturn:
+        raise ValueError(NO_COMPRESSED)
+
+    def hyper_leave(self, *_: object) -> NoReturn:
+        raise ValueError(NO_COMPRESSED)
 
     def expert_slots(self, *, num_slots: int, form: ExpertForm) -> CudaExpertSlots:
         return CudaExpertSlots(num_slots=num_slots, form=form, device=self.device)

@@ -1,5 +1,7 @@
 """Memory that the GPU backend's attention needs (`cuda/attention.py`), as `Footprints`. Pure."""
 
+from typing import NoReturn
+
 from moeyard_kernels.types.footprint import GQA_SPLIT, Footprint, SplitSums, mla_split
 
 # Positions of one chunk of the chunk formula.
@@ -21,6 +23,14 @@ HOST_EXPERTS = True
 # raw, pooled and sorted with positions of 8 bytes, and the same amount again during sorting. _PLACES: the places of all
 # positions in pages.
 _CHOICE, _PLACES = 11, 4
+
+
+NO_COMPRESSED = "DeepSeek-V4 has no kernels for GPUs yet; serve it with --device cpu"
+
+
+def compressed(**_: object) -> NoReturn:
+    """Raise ValueError."""
+    raise ValueError(NO_COMPRESSED)
 
 
 def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:

@@ -37,8 +37,11 @@ def _silu_mul_kernel(p_x, p_out, stride_x, I, BI: tl.constexpr):  # noqa: E741
     tl.store(p_out + i_m * I + o_i, b_y.to(p_out.dtype.element_ty), mask=m_i)
 
 
-def silu_mul(gate_up: torch.Tensor, *, config: RowConfig | None = None) -> torch.Tensor:
-    """See `moeyard_kernels.ops.silu_mul`. Raises ValueError for what its grid cannot hold."""
+def silu_mul(gate_up: torch.Tensor, limit: float | None = None, *, config: RowConfig | None = None) -> torch.Tensor:
+    """See `moeyard_kernels.ops.silu_mul`. Raises ValueError for what its grid cannot hold, and for a limit, which has
+    no kernel yet."""
+    if limit is not None:
+        raise ValueError("silu_mul: a GPU has no kernel with a limit")
     num_rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
     config, grid = row_launch("silu_mul", gate_up, num_rows=num_rows, width=inner, name="I", config=config)
     check_rows("silu_mul", gate_up=gate_up)

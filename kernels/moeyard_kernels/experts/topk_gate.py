@@ -114,17 +114,21 @@ def topk_gate(
     logits: torch.Tensor,
     *,
     top_k: int,
-    scoring: Literal["softmax", "sigmoid"],
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"],
     renormalize: bool,
     bias: torch.Tensor | None = None,
     num_groups: int = 1,
     topk_groups: int = 1,
     group_score: Literal["max", "top2sum"] = "max",
     scaling: float = 1.0,
+    ids: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     entries: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `moeyard_kernels.ops.topk_gate`. Raises ValueError for rows that are not contiguous or exceed its grid."""
+    """See `moeyard_kernels.ops.topk_gate`. Raises ValueError for rows that are not contiguous or exceed its grid, and
+    for what has no kernel yet: given ids, and the scores sqrtsoftplus."""
+    if ids is not None or scoring == "sqrtsoftplus":
+        raise ValueError("topk_gate: a GPU has no kernel for given ids, and none for the scores sqrtsoftplus")
     rule = GateRule(
         top_k=top_k,
         scoring=scoring,
@@ -134,11 +138,11 @@ def topk_gate(
         group_score=group_score,
         scaling=scaling,
     )
-    weights, ids = (logits.new_empty(logits.shape[0], top_k, dtype=dtype) for dtype in (torch.float32, torch.int64))
+    weights, found = (logits.new_empty(logits.shape[0], top_k, dtype=dtype) for dtype in (torch.float32, torch.int64))
     make_choice(
-        TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=ids, counts=counts, entries=entries)
+        TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=found, counts=counts, entries=entries)
     )
-    return weights, ids
+    return weights, found
 
 
 def make_choice(choice: TokenChoice) -> None:

@@ -17,6 +17,15 @@ def rows_apart(x: torch.Tensor) -> torch.Tensor:
     return out.copy_(x)
 
 
+def sum_in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum x over `dim` by one addition after the other, in the order of the index."""
+    first, *others = x.unbind(dim)
+    total = first.clone()
+    for each in others:
+        total += each
+    return total
+
+
 @op("elementwise.rms_norm", x="float [..., D]", weight="x|fp32 [D]")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """weight [D] * cast(x32 / sqrt(mean(x32^2) + eps)) for x [..., D]; x32 is x in fp32, the cast is to x's dtype.
@@ -59,9 +68,15 @@ def mla_split_qkv_a_norm(
     return rms_norm.reference(q, q_weight, eps), rms_norm.reference(kv, kv_weight, eps), rope.clone()
 
 
-@op("elementwise.silu_mul", gate_up="float [M, 2*I]")
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate_up[:, :I]) * gate_up[:, I:] -> [M, I] for gate_up [M, 2 I]; each factor is rounded to the dtype."""
+@op("elementwise.silu_mul", "limit is None or limit > 0", gate_up="float [M, 2*I]")
+def silu_mul(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
+    """silu(gate_up[:, :I]) * gate_up[:, I:] -> [M, I] for gate_up [M, 2 I]; each factor is rounded to the dtype.
+
+    limit: gates are at most `limit`, and ups are between -limit and limit (DeepSeek-V4).
+    """
+    if limit is not None:
+        gate, up = gate_up.chunk(2, 1)
+        gate_up = torch.cat((gate.clamp(max=limit), up.clamp(-limit, limit)), 1)
     # The gate half is a view with strided rows, so each row is one vector loop of I elements. Whether a value takes the
     # vector path or the scalar tail depends only on its column.
     half = gate_up.shape[1] // 2

@@ -1,9 +1,12 @@
 """The routed experts: the choice, the products of the chosen experts, and the weighted sum of their results."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 
 from moeyard_kernels.common.checks import check_indices, show
 from moeyard_kernels.ops.elementwise import add_rms_norm, scale_rows_, silu_mul
@@ -14,7 +17,7 @@ from moeyard_kernels.types.gate import SharedRow, TokenChoice
 from moeyard_kernels.types.matrix import Matrix, dequantize
 from moeyard_kernels.types.peer_window import POISONED, PeerWindow
 
-# The sigmoid of a contiguous tensor takes a scalar path for values that do not fill two vector registers.
+# Scores of a contiguous tensor take a scalar path for values that do not fill two vector registers.
 _LANES = 32
 # The weighted reduce sums rows in pieces of about this many fp64 values, which stay in a core's cache.
 _PIECE = 16 * 1024
@@ -39,11 +42,12 @@ def _check_groups(op: str, E: int, top_k: int, num_groups: int, topk_groups: int
 @op(
     "experts.topk_gate",
     "1 <= top_k <= E",
-    "scoring in ('softmax', 'sigmoid')",
+    "scoring in ('softmax', 'sigmoid', 'sqrtsoftplus')",
     _check_groups,
     "(counts is None) == (entries is None)",
     logits="float [T, E]",
     bias="fp32 [E]?",
+    ids="int64 [T, top_k]?",
     counts="int64 [E] contiguous?",
     entries="int64 [T] contiguous?",
 )
@@ -51,41 +55,43 @@ def topk_gate(
     logits: torch.Tensor,
     *,
     top_k: int,
-    scoring: Literal["softmax", "sigmoid"],
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"],
     renormalize: bool,
     bias: torch.Tensor | None = None,
     num_groups: int = 1,
     topk_groups: int = 1,
     group_score: Literal["max", "top2sum"] = "max",
     scaling: float = 1.0,
+    ids: torch.Tensor | None = None,
     counts: torch.Tensor | None = None,
     entries: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts for logits [T, E], fp32 or bf16 -> (weights [T, K] fp32, ids [T, K] int64), by falling score.
 
-    Rows of logits may be slices of wider rows. scores = softmax or sigmoid of the logits. The choice is by scores +
+    Rows of logits may be slices of wider rows. scores = softmax, sigmoid or sqrt(softplus) of the logits. With ids [T,
+    K] int64 the choice is given, and only its weights are computed. Otherwise the choice is by scores +
     bias [E] fp32, ties by the lowest id, within the `topk_groups` best of `num_groups` groups of consecutive experts. A
     group's score is its best score, or the sum of its two best. Weights are the unbiased scores, divided by their sum
-    (+ 1e-20 for sigmoid) if `renormalize`, times `scaling`. Outside the chosen groups, a score is -inf (sigmoid) or 0
-    (softmax) for the choice, as in transformers. Models: mixtral, qwen3_moe, deepseek_v2 and deepseek_v3.
+    (+ 1e-20 unless softmax) if `renormalize`, times `scaling`. Outside the chosen groups, a score is 0 (softmax) or
+    -inf for the choice, as in transformers. Models: mixtral, qwen3_moe, deepseek_v2 to deepseek_v4.
 
     counts [E] and entries [T] are int64, both or neither. Each row with entries[t] >= 0 adds one to counts of each
     expert that it chose. They do not change weights and ids.
     """
     logits = logits.float().contiguous()
-    scores = torch.softmax(logits, -1) if scoring == "softmax" else _sigmoid(logits)
-    choice = scores if bias is None else scores + bias
-    if topk_groups < num_groups:
-        choice = _mask_groups(
-            choice, num_groups, topk_groups, group_score, float("-inf") if scoring == "sigmoid" else 0.0
-        )
-    ids = _largest(choice, top_k)
+    scores = torch.softmax(logits, -1) if scoring == "softmax" else _by_lanes(_SCORES[scoring], logits)
+    if ids is None:
+        choice = scores if bias is None else scores + bias
+        if topk_groups < num_groups:
+            masked = 0.0 if scoring == "softmax" else float("-inf")
+            choice = _mask_groups(choice, num_groups, topk_groups, group_score, masked)
+        ids = _largest(choice, top_k)
     if counts is not None and entries is not None:
         counts += torch.bincount(ids[entries >= 0].flatten(), minlength=counts.shape[0])
     weights = scores.gather(1, ids)
     if renormalize:
         total = weights.sum(-1, keepdim=True)
-        weights /= total.add_(1e-20) if scoring == "sigmoid" else total
+        weights /= total if scoring == "softmax" else total.add_(1e-20)
     if scaling != 1.0:
         weights *= scaling
     return weights, ids
@@ -99,13 +105,23 @@ def make_choice(choice: TokenChoice) -> None:
     choice.ids.copy_(ids)
 
 
-def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
+def _by_lanes(score: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
+    """Return score(logits), with all values on the vector path."""
     num_rows, num_experts = logits.shape
     if num_rows * num_experts % _LANES == 0:
-        return torch.sigmoid(logits)
+        return score(logits)
     padded = logits.new_zeros(num_rows + -num_rows % _LANES, num_experts)
     padded[:num_rows] = logits
-    return torch.sigmoid(padded)[:num_rows]
+    return score(padded)[:num_rows]
+
+
+def _sqrt_softplus(logits: torch.Tensor) -> torch.Tensor:
+    return F.softplus(logits).sqrt_()
+
+
+_SCORES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {"sigmoid": torch.sigmoid, "sqrtsoftplus": _sqrt_softplus}
+)
 
 
 def _mask_groups(

@@ -114,3 +114,10 @@ class Footprints(Protocol):
     def mla(self, *, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) -> Footprint:
         """Latent attention of rank R."""
         ...
+
+    def compressed(
+        self, *, num_heads: int, head_dim: int, ratio: int, index_heads: int, index_dim: int, groups_width: int
+    ) -> Footprint:
+        """DeepSeek-V4's attention with an entry per `ratio` positions (0: none), and the width of its groups' outputs.
+        Raises ValueError if the backend has none."""
+        ...

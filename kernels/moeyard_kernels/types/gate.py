@@ -18,7 +18,7 @@ class GateRule:
     """
 
     top_k: int
-    scoring: Literal["softmax", "sigmoid"]
+    scoring: Literal["softmax", "sigmoid", "sqrtsoftplus"]
     renormalize: bool
     num_groups: int = 1
     topk_groups: int = 1

@@ -104,8 +104,9 @@ class KdaLayer(DeltaLayer):
 class GateLayer:
     """The router of a Mixture-of-Experts layer.
 
-    weight [E, H] is fp32 if the family computes its logits in fp32; bias [E] fp32 affects the choice only. `dtype` is
-    the dtype of the rows. shared_gate [1, H] gives the logit of a shared expert; `shared` are its gate_up [2 I, H] and
+    weight [E, H] is fp32 if the family computes its logits in fp32; bias [E] fp32 affects the choice only. table
+    [vocabulary, K] int32 holds the experts of each token id, of a layer that chooses by it. `dtype` is the dtype of the
+    rows. shared_gate [1, H] gives the logit of a shared expert; `shared` are its gate_up [2 I, H] and
     down [H, I].
     """
 
@@ -113,5 +114,94 @@ class GateLayer:
     weight: Matrix
     bias: torch.Tensor | None
     dtype: torch.dtype
+    table: torch.Tensor | None = None
     shared_gate: Matrix | None = None
     shared: tuple[Matrix, Matrix] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """The compression of `ratio` positions into one entry of width D, as a sum weighted by a softmax.
+
+    bias [ratio, C]: added to the gates of each position of a block. norm [D]: of the sum. entries [places, D]: the
+    layer's pages as rows of entries. The entry of block w has the place of position (w + 1) * ratio - 1 in the pages,
+    divided by `granule`. With `overlaps` an entry also covers the block before, and C = 2 D: the first half of values
+    and gates belongs to the next block's entry.
+    """
+
+    ratio: int
+    overlaps: bool
+    bias: torch.Tensor
+    norm: torch.Tensor
+    entries: torch.Tensor
+
+    @property
+    def granule(self) -> int:
+        """Positions of a page per entry."""
+        return min(self.ratio, GRANULE)
+
+
+# A page holds an entry for every block, or for at most this many positions.
+GRANULE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Indexer:
+    """The choice of `top_k` compressed entries per query, by `num_heads` heads over entries of its own."""
+
+    num_heads: int
+    top_k: int
+    pooling: Pooling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompressedLayer:
+    """DeepSeek-V4's attention: one key per position for all heads, which is also the value.
+
+    A query sees the last `window` positions, and with `pooling` the compressed entries of earlier blocks. rope
+    [positions, Dr]: cos, then sin, of the last Dr values of a head in pairs (2 i, 2 i + 1). sink [Hq] fp32: a logit per
+    head without a value. o_a [G, R, Hq D / G]: the first output projection of each group of heads. recent [num_slots,
+    window, D]: the keys of the last positions, position p in row p % window. compress [C', H] fp32: values and gates of
+    `pooling`, those of the indexer, and the weights of its heads. pending [num_slots, rows, C''] fp32: values and gates
+    of the last positions, position p in row p % rows.
+    """
+
+    num_heads: int
+    head_dim: int
+    rope_dim: int
+    window: int
+    eps: float
+    rope: torch.Tensor
+    sink: torch.Tensor
+    o_a: torch.Tensor
+    recent: torch.Tensor
+    pooling: Pooling | None = None
+    indexer: Indexer | None = None
+    compress: Matrix | None = None
+    pending: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HyperLayer:
+    """The weights of hyper-connections with S streams at one place: weight [M, S H], base [M] and scale, all fp32.
+
+    In front of a block M = 2 S + S^2, for reading, writing and mixing the streams, with a scale [3] of each. In front
+    of the head M = S. norm [H] follows. `eps` is added to the weights, `rms_eps` to mean squares. `iterations`: of the
+    Sinkhorn-Knopp normalisation.
+    """
+
+    weight: Matrix
+    base: torch.Tensor
+    scale: torch.Tensor
+    norm: torch.Tensor
+    eps: float
+    rms_eps: float
+    iterations: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HyperMix:
+    """How streams are written after a block, for each row: post [num_rows, S] and comb [num_rows, S, S], fp32."""
+
+    post: torch.Tensor
+    comb: torch.Tensor

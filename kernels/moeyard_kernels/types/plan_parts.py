@@ -29,7 +29,7 @@ def entries_at(chunk: ChunkRows, positions: np.ndarray, page_size: int) -> np.nd
     return entries_of(chunk.pages, positions - chunk.dropped, page_size)
 
 
-def entries_of(pages: Sequence[int], places: np.ndarray, page_size: int) -> np.ndarray:
+def entries_of(pages: Sequence[int] | np.ndarray, places: np.ndarray, page_size: int) -> np.ndarray:
     """Return the cache entries, page * page_size + offset, of `places` of a sequence."""
     return np.asarray(pages)[places // page_size] * page_size + places % page_size
 

@@ -156,13 +156,14 @@ class Region:
 class ExpertForm:
     """Byte layout of an expert, called its blob: gate [I, H] and up [I, H] as one region, then down [H, I].
 
-    `gate_up` is the form of gate and of up, `down` the form of down.
+    `gate_up` is the form of gate and of up, `down` the form of down. `limit` bounds gates and ups (`ops.silu_mul`).
     """
 
     hidden: int
     intermediate: int
     gate_up: WeightForm
     down: WeightForm
+    limit: float | None = None
 
     @property
     def regions(self) -> tuple[Region, Region]:

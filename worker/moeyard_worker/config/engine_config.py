@@ -44,6 +44,7 @@ class SchedulerConfig:
     num_state_slots: most sequences with state in slots, 0 if the model has no such state. Each has `state_ring` slots.
     num_snapshots: slots for snapshots of such state. Without them, prefixes are not reused.
     chunk_alignment: every prompt chunk but the last ends at a multiple of this.
+    compressible: whether requests may have `kv_compression`.
     routing_bytes: bytes of the experts that one position chooses in all layers, 0 if they are not kept.
     """
 
@@ -65,6 +66,7 @@ class SchedulerConfig:
     num_state_slots: int = 0
     num_snapshots: int = 0
     chunk_alignment: int = 1
+    compressible: bool = True
     routing_bytes: int = 0
 
     def __post_init__(self) -> None:

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class Mlp:
-    """down(silu(gate(x)) * up(x)); gate_up [2 I, H] holds gate, then up; down [H, I]."""
+    """down(silu(gate(x)) * up(x)); gate_up [2 I, H] holds gate, then up; down [H, I]. limit: as in `ops.silu_mul`."""
 
-    def __init__(self, backend: Backend, *, gate_up: Matrix, down: Matrix) -> None:
-        self._backend, self._gate_up, self._down = backend, gate_up, down
+    def __init__(self, backend: Backend, *, gate_up: Matrix, down: Matrix, limit: float | None = None) -> None:
+        self._backend, self._gate_up, self._down, self._limit = backend, gate_up, down, limit
 
     def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """x [num_rows, H] -> [num_rows, H]."""
         backend = self._backend
-        return backend.linear(backend.silu_mul(backend.linear(x, self._gate_up)), self._down)
+        return backend.linear(backend.silu_mul(backend.linear(x, self._gate_up), self._limit), self._down)
 
 
 class Experts(Protocol):
@@ -52,8 +52,8 @@ class Moe:
     """The gate [E, H] is fp32 if the family computes its logits in fp32; gate_bias [E] is fp32; `dtype` is that of the
     rows.
 
-    All shared experts are one MLP. shared_gate [1, H] gives the logit that scales its output. `routing` receives the
-    chosen experts, if requests may want them.
+    All shared experts are one MLP with `limit`. shared_gate [1, H] gives the logit that scales its output. A layer with
+    gate_table [vocabulary, K] chooses by token ids. `routing` receives the chosen experts, if requests may want them.
     """
 
     def __init__(
@@ -66,8 +66,10 @@ class Moe:
         exchange: Exchange,
         experts: Experts,
         routing: StepRouting | None = None,
+        limit: float | None = None,
         gate: Matrix,
         gate_bias: torch.Tensor | None = None,
+        gate_table: torch.Tensor | None = None,
         shared_gate_up: Matrix | None = None,
         shared_down: Matrix | None = None,
         shared_gate: Matrix | None = None,
@@ -78,9 +80,17 @@ class Moe:
         weights = None
         if shared_gate_up is not None and shared_down is not None:
             weights = (shared_gate_up, shared_down)
-            self._shared = Mlp(backend, gate_up=shared_gate_up, down=shared_down)
+            self._shared = Mlp(backend, gate_up=shared_gate_up, down=shared_down, limit=limit)
         self._gate = backend.gate(
-            GateLayer(rule=rule, weight=gate, bias=gate_bias, dtype=dtype, shared_gate=shared_gate, shared=weights)
+            GateLayer(
+                rule=rule,
+                weight=gate,
+                bias=gate_bias,
+                dtype=dtype,
+                table=gate_table,
+                shared_gate=shared_gate,
+                shared=weights,
+            )
         )
 
     def forward(self, x: torch.Tensor, plan: StepPlan) -> ExpertParts:

@@ -8,13 +8,18 @@ the weights that the residual needs there. The last site is before the head.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_kernels.types.gate import ExpertParts
+from moeyard_kernels.types.layers import HyperLayer
 
 if TYPE_CHECKING:
     import torch
+
+    from moeyard_kernels.backend import HyperSite
+    from moeyard_kernels.types.layers import HyperMix
 
 
 class Residual(Protocol):
@@ -67,4 +72,60 @@ class AddNormResidual:
             rows, self._stream = self._backend.reduce_add_norm(result, self._stream, site, self._eps, self._plan)
         else:
             rows, self._stream = self._backend.add_rms_norm(result, self._stream, site, self._eps)
+        return rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HyperConfig:
+    """Manifold-constrained hyper-connections (DeepSeek-V4): the number of streams, and settings of `HyperLayer`."""
+
+    streams: int
+    eps: float
+    iterations: int
+
+
+class HyperStreams:
+    """Several streams. A block reads a weighted sum of them, and its result goes to all of them.
+
+    The weights depend on the row. All streams begin as the embedding.
+    """
+
+    def __init__(self, backend: Backend, config: HyperConfig, eps: float) -> None:
+        self._backend, self._config, self._eps = backend, config, eps
+
+    def site(self, weights: Mapping[str, Any]) -> HyperSite:
+        """Return a site with its norm, and weight, base and scale of the connections."""
+        config = self._config
+        return self._backend.hyper_site(
+            HyperLayer(
+                weight=weights["connections"],
+                base=weights["base"],
+                scale=weights["scale"],
+                norm=weights["norm"],
+                eps=config.eps,
+                rms_eps=self._eps,
+                iterations=config.iterations,
+            )
+        )
+
+    def begin(self, rows: torch.Tensor, plan: StepPlan) -> HyperResidual:
+        return HyperResidual(self._backend, rows.unsqueeze(1).repeat(1, self._config.streams, 1), plan)
+
+
+class HyperResidual:
+    """The streams [num_rows, S, H] of one step."""
+
+    __slots__ = ("_backend", "_mix", "_plan", "_streams")
+
+    def __init__(self, backend: Backend, streams: torch.Tensor, plan: StepPlan) -> None:
+        self._backend, self._streams, self._plan = backend, streams, plan
+        self._mix: HyperMix | None = None
+
+    def enter(self, site: HyperSite) -> torch.Tensor:
+        rows, self._mix = site.enter(self._streams)
+        return rows
+
+    def leave(self, result: torch.Tensor | ExpertParts, site: HyperSite) -> torch.Tensor:
+        assert self._mix is not None, "a block follows a site of its own"
+        self._streams, rows, self._mix = self._backend.hyper_leave(result, self._streams, self._mix, site, self._plan)
         return rows

@@ -17,7 +17,8 @@ class Part:
 
     `regroup` reorders rows that the file stores head by head. The stored rows are groups of one size. The weight has
     the rows [begin, end) of the first piece of all groups, then those of the second piece, and so on. `whole` is the
-    shape of the stored tensor if the part is a slice of it; the slice starts at row `begin`, in shape[1:] rows.
+    shape of the stored tensor if the part is a slice of it; the slice starts at row `begin`, in shape[1:] rows. `ids`:
+    the tensor holds integers.
     """
 
     key: str
@@ -26,6 +27,7 @@ class Part:
     regroup: Regroup | None = None
     whole: tuple[int, ...] | None = None
     begin: int = 0
+    ids: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,10 @@ class Weight:
     matrix: bool = False
     plus: float = 0.0
 
+    def kept(self, dtype: str) -> str:
+        """Return the dtype in memory of a plain parameter, served in `dtype`."""
+        return "int32" if self.parts[0].ids else "float32" if self.fp32 else dtype
+
     @property
     def columns(self) -> int:
         """Values of a row of the parts."""
@@ -57,6 +63,11 @@ class Weight:
 def weight(key: str, *shape: int, fp32: bool = False) -> Weight:
     """Return a parameter that is one checkpoint tensor."""
     return Weight(shape, (Part(key, shape),), fp32)
+
+
+def table(key: str, *shape: int) -> Weight:
+    """Return a table of integers that is one checkpoint tensor."""
+    return Weight(shape, (Part(key, shape, ids=True),))
 
 
 def norm(key: str, width: int, *, less_one: bool) -> Weight:

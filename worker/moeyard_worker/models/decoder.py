@@ -8,9 +8,10 @@ import torch
 
 from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_kernels.types.matrix import Matrix
+from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts, Mlp, Moe
-from moeyard_worker.layers.residual import AddNormStreams, Residual, Streams
+from moeyard_worker.layers.residual import AddNormStreams, HyperStreams, Residual, Streams
 from moeyard_worker.layers.rope import rope_table
 from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.layers.weights import Weight
@@ -25,6 +26,13 @@ Allocate = Callable[[int], Mapping[str, torch.Tensor]]
 def load_all(load: Load, weights: Mapping[str, Weight]) -> dict[str, Any]:
     """Return the loaded weights under the same names."""
     return {name: load(weight) for name, weight in weights.items()}
+
+
+def _check_table(table: torch.Tensor, weight: Weight, num_experts: int) -> None:
+    """Raise CheckpointError for a table of experts that names one which does not exist."""
+    low, high = int(table.min()), int(table.max())
+    if low < 0 or high >= num_experts:
+        raise CheckpointError(f"{weight.parts[0].key} names experts {low} to {high}, of {num_experts}")
 
 
 class DecoderLayer:
@@ -52,6 +60,8 @@ class DecoderLayer:
         weights = load_all(load, layer.attention)
         self._attention = config.attention[index].build(backend, weights=weights, state=state, rope=rope)
         weights = load_all(load, layer.mlp)
+        if index in config.hash_layers:
+            _check_table(weights["gate_table"], layer.mlp["gate_table"], config.num_experts)
         self.block: Mlp | Moe
         if layer.experts is None:
             self.block = Mlp(backend, **weights)
@@ -64,6 +74,7 @@ class DecoderLayer:
                 exchange=exchange,
                 experts=experts,
                 routing=routing,
+                limit=config.swiglu_limit,
                 **weights,
             )
 
@@ -94,7 +105,11 @@ class Decoder:
     ) -> None:
         config = spec.config
         self._backend, self.eps = backend, config.rms_eps
-        self.streams: Streams = AddNormStreams(backend, config.rms_eps)
+        self.streams: Streams
+        if config.hyper is None:
+            self.streams = AddNormStreams(backend, config.rms_eps)
+        else:
+            self.streams = HyperStreams(backend, config.hyper, config.rms_eps)
         self._embed: torch.Tensor = load(spec.embed)
         kinds = {attention.rope for attention in config.attention if attention.rope is not None}
         ropes = {k: rope_table(k, max_position=config.max_position, device=backend.device) for k in kinds}

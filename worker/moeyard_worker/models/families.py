@@ -19,7 +19,7 @@ from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_jso
 from moeyard_worker.config.rope_config import context_length, rope_fields
 from moeyard_worker.layers.gqa import Gqa
 from moeyard_worker.layers.mla import Mla
-from moeyard_worker.models import deepseek, kimi_linear, mixtral, olmoe, qwen3_5_moe, qwen3_moe, qwen3_next
+from moeyard_worker.models import deepseek, deepseek_v4, kimi_linear, mixtral, olmoe, qwen3_5_moe, qwen3_moe, qwen3_next
 from moeyard_worker.models.family import Family, count_layers, max_position
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.tokenizer import read_tokenizer
@@ -36,6 +36,7 @@ _DEFAULTS: MappingProxyType[str, dict[str, Any]] = MappingProxyType(
 FAMILIES: MappingProxyType[str, Family] = MappingProxyType(
     {
         **deepseek.FAMILIES,
+        **deepseek_v4.FAMILIES,
         **qwen3_moe.FAMILIES,
         **qwen3_next.FAMILIES,
         **qwen3_5_moe.FAMILIES,
@@ -87,6 +88,8 @@ def parse_model_config(config: Fields, stop: Fields, *, gguf: bool = False) -> M
     family = FAMILIES[name]
     if family.text_config:
         config = _text_part(config)
+    if family.prepare is not None:
+        config = family.prepare(config)
     config = _with_defaults(_respelt(config, family.spellings), stop, _DEFAULTS[family.reference])
     config.require("hidden_act", ("silu",), "silu")
     weights = GgufFormat() if gguf else choose_format(config)

@@ -15,7 +15,10 @@ class Names:
     linear: the prefix of attention with state per sequence.
     moe: the possible prefixes of the MoE block, the published one first. A fused file stores all experts of a layer in
         `experts.gate_up_proj` [E, 2I, H] and `experts.down_proj` [E, H, I].
-    expert: the names of an expert's gate, up and down projection, without ".weight".
+    expert, shared_expert: the names of a routed or shared expert's gate, up and down projection, without ".weight".
+    gate_table: the experts of each token id, in a layer that chooses by it.
+    hyper_attention, hyper_mlp, hyper_head: the prefixes of the hyper-connections in front of a block or the head.
+    renamed: other names of an attention's tensors than its description has.
     draft_layer: the prefix of a layer of multi-token prediction. Its number {i} continues those of the model's layers,
         or starts at 0 if `drafts_apart`.
     token_norm to draft_norm: the parts that only such a layer has, under `draft_parts`.
@@ -39,6 +42,12 @@ class Names:
     shared: str = "shared_experts."
     shared_gate: str = "shared_expert_gate.weight"
     expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    shared_expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    gate_table: str = "gate.tid2eid"
+    hyper_attention: str = "hc_attn_"
+    hyper_mlp: str = "hc_ffn_"
+    hyper_head: str = "hc_head_"
+    renamed: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     draft_layer: str = "model.layers.{i}."
     draft_parts: str = "model.layers.{i}."
     drafts_apart: bool = False
@@ -65,6 +74,7 @@ class Family:
     other_names: alternatives to `names`. The checkpoint's name of the embedding decides.
     text_config: config.json may hold the settings under the key `text_config`.
     spellings: for a key that is read, another that some files have instead.
+    prepare: brings other forms of config.json into the one that is read.
     """
 
     parse: Callable[[Fields], Mapping[str, Any]]
@@ -73,6 +83,7 @@ class Family:
     other_names: tuple[Names, ...] = ()
     text_config: bool = False
     spellings: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    prepare: Callable[[Fields], Fields] | None = None
 
 
 def max_position(config: Fields) -> int:

@@ -9,6 +9,7 @@ from moeyard_worker.checkpoint.formats.format import Format
 from moeyard_worker.layers.attention import Attention
 from moeyard_worker.layers.gqa import Gqa
 from moeyard_worker.layers.mla import Mla
+from moeyard_worker.layers.residual import HyperConfig
 from moeyard_worker.state.layout import state_spec
 from moeyard_worker.state.spec import StateSpec
 
@@ -33,11 +34,14 @@ class ModelConfig:
     max_position: the longest sequence that can be served.
     attention: one entry per layer.
     moe_layers: ascending layer indices.
+    hash_layers: MoE layers whose experts depend on the token alone.
     shared_intermediate_size: the width of all shared experts together, 0 without any. With `shared_gate` a gate scales
         their output.
     eos_token_ids: the union of generation_config.json, config.json and the tokenizer's `eos_token`.
     dtype: the checkpoint's.
     weights: the format of the stored weights.
+    swiglu_limit: of the gates and ups of all experts, see `ops.silu_mul`.
+    hyper: the connections of several residual streams; None for one stream.
     num_mtp_layers: layers of multi-token prediction. With `drafts` the first of them is served as layer `num_layers`,
         and `attention` and `moe_layers` include it.
     """
@@ -63,6 +67,9 @@ class ModelConfig:
     num_mtp_layers: int
     drafts: bool = False
     shared_gate: bool = False
+    hash_layers: tuple[int, ...] = ()
+    swiglu_limit: float | None = None
+    hyper: HyperConfig | None = None
 
     def for_length(self, length: int | None) -> "ModelConfig":
         """Return the config with the rotation for sequences of up to `length` tokens, if the rotation depends on it.
@@ -126,7 +133,8 @@ class ModelConfig:
 
     def expert_form(self, dtype: str) -> ExpertForm:
         """Return the form in memory of one routed expert, served in `dtype`."""
-        return self.weights.expert_form(hidden=self.hidden_size, intermediate=self.moe_intermediate_size, dtype=dtype)
+        sizes = {"hidden": self.hidden_size, "intermediate": self.moe_intermediate_size}
+        return replace(self.weights.expert_form(**sizes, dtype=dtype), limit=self.swiglu_limit)
 
     def state_spec(self, dtype_bytes: int) -> StateSpec:
         """Return the memory of a sequence on one rank, over all layers."""

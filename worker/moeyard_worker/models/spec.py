@@ -5,17 +5,19 @@ from the weights loaded under the same field names.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_kernels.types.weight_form import WeightForm, plain_form
 from moeyard_worker.checkpoint.formats.format import Scheme, StoredTensor, stores
-from moeyard_worker.layers.weights import Part, Weight, matrix, norm, stacked, weight
+from moeyard_worker.layers.weights import Part, Weight, matrix, norm, stacked, table, weight
 from moeyard_worker.models.families import FAMILIES
 from moeyard_worker.models.family import Names
 from moeyard_worker.models.model_config import ModelConfig
 
 _FP32 = plain_form("float32")
+# Names of a dense MLP's gate, up and down projection.
+_DENSE = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +165,10 @@ def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
         names=names,
         keys=keys,
         embed=weight(names.embed, config.vocab_size, hidden),
-        head_site={"norm": norm(names.norm, hidden, less_one=names.norms_less_one)},
+        head_site={
+            "norm": norm(names.norm, hidden, less_one=names.norms_less_one),
+            **_connections(config, names.hyper_head, before_block=False),
+        },
         lm_head=lm_head,
         layers=tuple(_layer(config, names, i, keys) for i in range(len(config.attention))),
         draft=_draft(config, names) if config.drafts else None,
@@ -187,36 +192,67 @@ def _layer(config: ModelConfig, names: Names, index: int, keys: Container[str]) 
     mlp: dict[str, Weight]
     if index in config.moe_layers:
         at_moe = next((prefix + m for m in names.moe if prefix + m + names.gate in keys), prefix + names.moe[0])
-        mlp, experts = _moe(config, names, at_moe), _experts(names, at_moe, keys)
+        mlp, experts = _moe(config, names, at_moe, index), _experts(names, at_moe, keys)
     else:
         prefixes = [prefix + block for block in (names.mlp, *names.moe)]
         at_mlp = next((each for each in prefixes if stores(f"{each}gate_proj", keys)), prefixes[0])
-        mlp, experts = _mlp(config.hidden_size, config.intermediate_size, at_mlp), None
+        mlp, experts = _mlp(_DENSE, config.hidden_size, config.intermediate_size, at_mlp), None
     attention, less_one = config.attention[index], names.norms_less_one
     at = prefix + (names.linear if attention.state().slots else names.attention)
     return LayerSpec(
-        attention_site={"norm": norm(prefix + names.input_norm, config.hidden_size, less_one=less_one)},
-        mlp_site={"norm": norm(prefix + names.post_norm, config.hidden_size, less_one=less_one)},
-        attention=attention.weights(config.hidden_size, at),
+        attention_site={
+            "norm": norm(prefix + names.input_norm, config.hidden_size, less_one=less_one),
+            **_connections(config, prefix + names.hyper_attention),
+        },
+        mlp_site={
+            "norm": norm(prefix + names.post_norm, config.hidden_size, less_one=less_one),
+            **_connections(config, prefix + names.hyper_mlp),
+        },
+        attention=_renamed(attention.weights(config.hidden_size, at), at, names.renamed),
         mlp=mlp,
         experts=experts,
     )
 
 
-def _mlp(hidden: int, width: int, at: str) -> dict[str, Weight]:
+def _connections(config: ModelConfig, at: str, *, before_block: bool = True) -> dict[str, Weight]:
+    """Return the weights of the hyper-connections at a site, or nothing for a residual of one stream."""
+    if config.hyper is None:
+        return {}
+    streams = config.hyper.streams
+    width, scales = (streams * (2 + streams), 3) if before_block else (streams, 1)
     return {
-        "gate_up": stacked((f"{at}gate_proj.weight", width), (f"{at}up_proj.weight", width), width=hidden),
-        "down": matrix(f"{at}down_proj.weight", hidden, width),
+        "connections": matrix(f"{at}fn", width, streams * config.hidden_size, fp32=True),
+        "base": weight(f"{at}base", width, fp32=True),
+        "scale": weight(f"{at}scale", scales, fp32=True),
     }
 
 
-def _moe(config: ModelConfig, names: Names, at: str) -> dict[str, Weight]:
+def _renamed(weights: dict[str, Weight], at: str, names: Mapping[str, str]) -> dict[str, Weight]:
+    """Return the weights of an attention with other checkpoint names behind the prefix `at`."""
+    if not names:
+        return weights
+
+    def part(each: Part) -> Part:
+        name = each.key.removeprefix(at)
+        return replace(each, key=at + names.get(name, name))
+
+    return {name: replace(each, parts=tuple(map(part, each.parts))) for name, each in weights.items()}
+
+
+def _mlp(names: tuple[str, str, str], hidden: int, width: int, at: str) -> dict[str, Weight]:
+    gate, up, down = (f"{at}{name}.weight" for name in names)
+    return {"gate_up": stacked((gate, width), (up, width), width=hidden), "down": matrix(down, hidden, width)}
+
+
+def _moe(config: ModelConfig, names: Names, at: str, layer: int) -> dict[str, Weight]:
     gate, hidden = config.gate, config.hidden_size
     specs = {"gate": matrix(at + names.gate, config.num_experts, hidden, fp32=gate.fp32_logits)}
-    if gate.bias:
+    if layer in config.hash_layers:
+        specs["gate_table"] = table(at + names.gate_table, config.vocab_size, config.top_k)
+    elif gate.bias:
         specs["gate_bias"] = weight(at + names.gate_bias, config.num_experts, fp32=True)
     if config.shared_intermediate_size:
-        shared = _mlp(hidden, config.shared_intermediate_size, at + names.shared)
+        shared = _mlp(names.shared_expert, hidden, config.shared_intermediate_size, at + names.shared)
         specs |= {"shared_" + name: spec for name, spec in shared.items()}
         if config.shared_gate:
             specs["shared_gate"] = matrix(at + names.shared_gate, 1, hidden)

@@ -73,6 +73,8 @@ def _compression_error(num_prompt: int, params: SamplingParams, config: Schedule
     """Return why this rank cannot compress the prompt as requested, or None."""
     if params.kv_compression is None:
         return None
+    if not config.compressible:
+        return "kv_compression is not supported for this model, whose cache holds one entry for several positions"
     rows, window = window_rows(config, config.chunk_alignment), params.kv_compression.window
     if window > rows and num_dropped(params, num_prompt):
         return f"kv_compression: the window of {window} exceeds the {rows} prompt rows that a step has at least"

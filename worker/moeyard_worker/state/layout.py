@@ -41,11 +41,13 @@ class LayerState:
     """One layer's arrays by name.
 
     chunk_alignment: all prompt chunks but the last end at a multiple of this many positions.
+    compressible: whether a part of a prompt's positions may be kept (`kv_compression`).
     """
 
     paged: dict[str, PagedArray]
     slots: dict[str, SlotArray]
     chunk_alignment: int = 1
+    compressible: bool = True
 
     def bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of one position, for served values of `itemsize` bytes."""
@@ -69,4 +71,5 @@ def state_spec(layers: Iterable[LayerState], itemsize: int) -> StateSpec:
         bytes_per_sequence=sum(state.bytes_per_sequence(itemsize) for state in states),
         chunk_alignment=math.lcm(*(state.chunk_alignment for state in states)),
         prefix_reusable=not any(state.slots for state in states),
+        compressible=all(state.compressible for state in states),
     )

@@ -13,9 +13,11 @@ class StateSpec:
         which computes prompts in chunks, and 1 if any cut gives the same bits.
     prefix_reusable: whether pages alone hold the state of a prefix. Otherwise a prefix needs a snapshot of
         `bytes_per_sequence` as well.
+    compressible: whether a part of a prompt's positions may be kept. Entries for several positions cannot be cut.
     """
 
     bytes_per_token: int
     bytes_per_sequence: int = 0
     chunk_alignment: int = 1
     prefix_reusable: bool = True
+    compressible: bool = True

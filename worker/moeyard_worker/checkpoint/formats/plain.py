@@ -8,6 +8,7 @@ from moeyard_worker.checkpoint.formats.format import Scheme, StoredTensor
 from moeyard_worker.layers.weights import Part, Weight
 
 PLAIN_DTYPES = ("F32", "BF16")
+_ID_DTYPES = ("I64", "I32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class PlainScheme:
     dtypes: tuple[str, ...] = PLAIN_DTYPES
 
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
-        return {part.key: StoredTensor(part.whole or part.shape, self.dtypes)}
+        return {part.key: StoredTensor(part.whole or part.shape, _ID_DTYPES if part.ids else self.dtypes)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class PlainFormat:
     """A `Format` that stores values and rounds them to the served dtype."""
 
     def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
-        return plain_form("float32" if weight.fp32 else dtype)
+        return plain_form(weight.kept(dtype))
 
     def expert_form(self, *, hidden: int, intermediate: int, dtype: str) -> ExpertForm:
         return plain_expert(hidden=hidden, intermediate=intermediate, dtype=dtype)

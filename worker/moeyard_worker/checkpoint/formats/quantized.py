@@ -69,7 +69,7 @@ class QuantizedFormat:
         return self.promised(module) if len(part.shape) == 2 and _PROJECTIONS.fullmatch(module) else None
 
     def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
-        return plain_form("float32" if weight.fp32 else dtype)
+        return plain_form(weight.kept(dtype))
 
     def expert_form(self, *, hidden: int, intermediate: int, dtype: str) -> ExpertForm:
         plain = plain_expert(hidden=hidden, intermediate=intermediate, dtype=dtype)

@@ -230,6 +230,7 @@ class Worker:
                 num_state_slots=num_state_slots,
                 num_snapshots=plan.num_snapshots,
                 chunk_alignment=state.chunk_alignment,
+                compressible=state.compressible,
                 routing_bytes=0 if routing is None else routing.row_bytes,
             )
         )

@@ -1,0 +1,231 @@
+"""DeepSeek-V4: against transformers at every border of a block, and one answer for every cut and neighbour."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import VOCAB_SIZE, edit_config, edit_tensors, make_checkpoint, publish_v4
+from tests.rank import Rank
+
+from moeyard_worker.checkpoint.loading import open_checkpoint
+from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.engine.assembly.local import greedy_tokens, local_runner, prompt_logits
+from moeyard_worker.engine.assembly.verify import reference_model
+from moeyard_worker.engine.steps.runner import Runner
+from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.shapes import served_model
+from moeyard_worker.protocol import KvCompression, Rejected, SamplingParams, Submit
+from moeyard_worker.scheduling.step import Chunk, Step
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# Past the border of a block of 128, just before one, and within the first block of 4.
+LENGTHS = (300, 126, 2)
+NUM_TOKENS = 12
+PAGES = 20  # of 16 positions
+
+
+@pytest.fixture(params=DTYPES, scope="module")
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    dtype = DTYPES[request.param]
+    directory = make_checkpoint(tmp_path_factory.mktemp("v4"), "deepseek_v4", dtype=dtype)
+    return local_runner(directory, dtype=dtype, num_pages=4 * PAGES)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def alone(runner: Runner, prompts: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
+    """Run every prompt alone, in one chunk."""
+    return [greedy_tokens(runner, prompt, NUM_TOKENS) for prompt in prompts]
+
+
+def chunk(ids: list[int], start: int, size: int, *, which: int, prompt: bool) -> Chunk:
+    """Return rows of sequence `which`, which has its own pages and slot."""
+    pages = tuple(range(which * PAGES, (which + 1) * PAGES))
+    rows = tuple(ids[start : start + size])
+    slot = 2 * which + 1
+    return Chunk(key=(b"", ""), start=start, token_ids=rows, pages=pages, state_slot=slot, prompt=prompt, num_sampled=1)
+
+
+@pytest.mark.parametrize("chunk_size", [128, 256])
+def test_prompt_chunks(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
+    """The slot holds the state of an earlier sequence, which must not show."""
+    tokens, logits = greedy_tokens(runner, prompts[0], NUM_TOKENS, first_page=PAGES, chunk_size=chunk_size, slot=3)
+    assert tokens == alone[0][0]
+    assert torch.equal(logits, alone[0][1])
+
+
+def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: list) -> None:
+    """Each prompt begins some steps after the one before, so its chunks run with decode rows of the others."""
+    known = [list(prompt) for prompt in prompts]
+    done, begins = [0] * len(prompts), (3, 0, 1)
+    for turn in range(NUM_TOKENS + 6):
+        prefill, decode = [], []
+        for which, ids in enumerate(known):
+            left = len(prompts[which]) - done[which]
+            if turn < begins[which] or len(ids) == len(prompts[which]) + NUM_TOKENS:
+                continue
+            if left > 0:
+                prefill.append((which, chunk(ids, done[which], min(128, left), which=which, prompt=True)))
+            else:
+                decode.append((which, chunk(ids, done[which], 1, which=which, prompt=False)))
+        if turn % 2:
+            decode.reverse()
+        logits = runner.forward(Step(prefill=tuple(c for _, c in prefill), decode=tuple(c for _, c in decode)))
+        for row, (which, each) in enumerate(prefill + decode):
+            done[which] += each.num_tokens
+            if done[which] == len(known[which]):
+                number = len(known[which]) - len(prompts[which])
+                assert torch.equal(logits[row], alone[which][1][number]), (which, number)
+                known[which].append(int(logits[row].argmax()))
+    assert [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)] == [tokens for tokens, _ in alone]
+
+
+@pytest.mark.parametrize("at", [128, 256])
+def test_continuation_from_a_snapshot(runner: Runner, prompts: list[list[int]], alone: list, at: int) -> None:
+    """One sequence leaves a snapshot within or at the end of a chunk, and another continues from it."""
+    ids, other = prompts[0], chunk(prompts[1], 0, LENGTHS[1], which=2, prompt=True)
+    left = replace(chunk(ids, 0, 256, which=0, prompt=True), snapshots=((at, 6), (256, 7)) if at < 256 else ((256, 6),))
+    runner.forward(Step(prefill=(other, left)))
+    # Both sequences share pages, but not state: the first one has moved on.
+    runner.forward(Step(prefill=(chunk(ids, 256, 8, which=0, prompt=True),)))
+    begun = replace(chunk(ids, at, LENGTHS[0] - at, which=0, prompt=True), state_slot=3, restored=6, snapshots=())
+    logits = runner.forward(Step(prefill=(begun, other)))
+    assert torch.equal(logits[0], alone[0][1][0])
+    assert torch.equal(logits[1], alone[1][1][0])
+    first = replace(chunk([*ids, alone[0][0][0]], LENGTHS[0], 1, which=0, prompt=False), state_slot=3)
+    assert torch.equal(runner.forward(Step(decode=(first,)))[0], alone[0][1][1])
+
+
+@pytest.mark.parametrize("chunk_size", [2, 5, NUM_TOKENS - 1])
+def test_recomputed_outputs(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
+    """As after a preemption, a step has several rows of each of two sequences beside another prompt."""
+    ids = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, alone, strict=True)]
+    runner.forward(Step(prefill=tuple(chunk(ids[i], 0, LENGTHS[i], which=i, prompt=True) for i in (0, 1))))
+    for start in range(0, NUM_TOKENS - 1, chunk_size):
+        size = min(chunk_size, NUM_TOKENS - 1 - start)
+        # The second sequence crosses the border of a block of 128, with a row less.
+        shorter = max(1, size - 1)
+        again = [chunk(ids[0], LENGTHS[0] + start, size, which=0, prompt=False)]
+        if start == 0:
+            again.append(chunk(ids[1], LENGTHS[1], shorter, which=1, prompt=False))
+        other = chunk(prompts[2], 0, LENGTHS[2], which=2, prompt=True)
+        logits = runner.forward(Step(prefill=(other,), decode=tuple(again)))
+        assert torch.equal(logits[0], alone[2][1][0])
+        assert torch.equal(logits[1], alone[0][1][start + size])
+        if start == 0:
+            assert torch.equal(logits[2], alone[1][1][shorter])
+
+
+def test_every_length_against_transformers(tmp_path: Path, seed: int) -> None:
+    """Prompts that end around every kind of border, and outputs that cross it: mod 4, mod 64 and mod 128."""
+    directory = make_checkpoint(tmp_path, "deepseek_v4", seed=seed)
+    ids = torch.randint(VOCAB_SIZE, (400,), generator=torch.Generator().manual_seed(seed)).tolist()
+    runner = local_runner(directory, dtype=torch.float32, num_pages=26)
+    with torch.inference_mode():
+        expected = reference_model(directory, "deepseek_v4", dtype=torch.float32)(torch.tensor([ids])).logits[0]
+    scale = float(expected.abs().max())
+    for length in (1, 2, 3, 4, 5, 7, 8, 9, 31, 63, 64, 65, 120, 127, 128, 129, 131, 132, 192, 255, 256, 257, 383, 384):
+        found = prompt_logits(runner, ids[:length], range(26), chunk_size=128)[-1]
+        assert float((found - expected[length - 1]).abs().max()) < 1e-4 * scale, length
+        for position in range(length, length + 9):
+            row = replace(chunk(ids, position, 1, which=0, prompt=False), pages=tuple(range(26)), state_slot=0)
+            found = runner.forward(Step(decode=(row,)))[0]
+            assert float((found - expected[position]).abs().max()) < 1e-4 * scale, (length, position)
+
+
+def test_published_names_and_settings(tmp_path: Path, seed: int) -> None:
+    """The hub has other keys than transformers writes. The numbers are the same."""
+    directory = make_checkpoint(tmp_path, "deepseek_v4", seed=seed)
+    prompt = torch.randint(VOCAB_SIZE, (140,), generator=torch.Generator().manual_seed(seed)).tolist()
+    saved = load_model_config(directory)
+    expected = greedy_tokens(local_runner(directory, dtype=torch.float32, num_pages=10), prompt, 6)
+    publish_v4(directory)
+    assert "layers.0.attn.kv_norm.weight" in open_checkpoint(directory, saved).index.entries
+    assert load_model_config(directory) == saved
+    found = greedy_tokens(local_runner(directory, dtype=torch.float32, num_pages=10), prompt, 6)
+    assert found[0] == expected[0]
+    assert torch.equal(found[1], expected[1])
+
+
+PARTS = ("first", "second", "third")
+
+
+def requests() -> dict[str, tuple[list[int], SamplingParams]]:
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(VOCAB_SIZE, (400,), generator=generator).tolist()
+    # The second shares two blocks of 128 with the first, the third one of them.
+    prompts = (ids[:280], [*ids[:256], *ids[300:330]], [*ids[:128], *ids[350:400]])
+    sampling = SamplingParams(max_tokens=40, temperature=0.8, seed=4, logprobs=2, ignore_eos=True)
+    return {name: (prompt, sampling) for name, prompt in zip(PARTS, prompts, strict=True)}
+
+
+@pytest.mark.parametrize("options", [{"kv_memory": 1 << 20}, {"prefill_chunk": 128, "expert_slots": 3}], ids=str)
+def test_prefixes_slots_and_preemption(options: dict[str, Any], tmp_path: Path) -> None:
+    """Known prefixes, few pages and few expert slots change no bit."""
+    model = make_checkpoint(tmp_path, "deepseek_v4")
+    common = {"max_num_seqs": 4, "max_batch_tokens": 256}
+    expected = {}
+    for name, request in requests().items():
+        with Rank(model, **common, prefix_caching=False) as rank:
+            expected |= rank.run({name: request})[0]
+    with Rank(model, **common, **options) as rank:
+        found, stats = rank.run(requests())
+        # There is no snapshot where the third prompt leaves the first one.
+        assert stats.prefix_hit_tokens == 256
+        scarce = rank.scheduler(num_pages=33)
+        again = rank.serve(scarce, requests(), lambda _number, wanted: wanted)
+        assert scarce.stats.num_preemptions > 0
+    for name in PARTS:
+        for answer in (found[name], again[name]):
+            assert (answer.token_ids, answer.logprobs) == (expected[name].token_ids, expected[name].logprobs), name
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown ratio": ({"compress_ratios": [0, 4, 64, 4]}, r"compress_ratios has 64, .* \(supported: 0, 4, 128\)"),
+    "few ratios": ({"compress_ratios": [0, 4]}, "compress_ratios is .* expected a list of 4 numbers or more"),
+    "other rates": ({"compress_rates": {"compressed_sparse_attention": 8}}, "expected 4 and 128"),
+    "other scores": ({"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+    "odd groups": ({"o_groups": 3}, "o_groups is 3, which does not divide 4 heads"),
+    "odd window": ({"sliding_window": 100}, "sliding_window is 100, expected a multiple of 64"),
+    "wide rotation": ({"qk_rope_head_dim": 24}, "qk_rope_head_dim is 24: expected an even number up to 16"),
+    "V4.1": ({"model_type": "deepseek_v41"}, "model_type 'deepseek_v41' is not supported"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_settings_are_named(case: str, tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "deepseek_v4")
+    edit_config(tmp_path, **WRONG[case][0])
+    with pytest.raises(CheckpointError, match=WRONG[case][1]):
+        load_model_config(tmp_path)
+
+
+def test_wrong_tables_of_experts_are_named(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "deepseek_v4")
+    key = "model.layers.0.ffn.gate.tid2eid"
+    edit_tensors(tmp_path, add={key: torch.full((VOCAB_SIZE, 2), 8)})
+    with pytest.raises(CheckpointError, match=f"{key} names experts 8 to 8, of 8"):
+        local_runner(tmp_path, dtype=torch.float32, num_pages=4)
+    edit_tensors(tmp_path, remove=(key,))
+    with pytest.raises(CheckpointError, match=f"no tensor {key} of shape"):
+        local_runner(tmp_path, dtype=torch.float32, num_pages=4)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "deepseek_v4")
+    with pytest.raises(ValueError, match="--prefill-chunk 64: deepseek_v4 computes 128 positions of a prompt together"):
+        served_model(EngineConfig(model_path=str(directory), prefill_chunk=64))
+    asked = SamplingParams(max_tokens=2, kv_compression=KvCompression(method="snapkv", budget=40, window=16))
+    with Rank(directory) as rank:
+        submit = Submit(request_id="a", prompt_token_ids=tuple(range(100)), sampling=asked)
+        refused = rank.scheduler().add(submit, b"client", 0.0)
+    assert isinstance(refused, Rejected)
+    assert refused.message.startswith("kv_compression is not supported for this model")

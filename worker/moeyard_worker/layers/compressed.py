@@ -1,0 +1,183 @@
+"""DeepSeek-V4's attention: a sliding window, and compressed entries of earlier positions chosen by an indexer.
+
+One key per position serves all heads and is the value too. Source: the authors' inference code for DeepSeek-V4,
+checked against transformers 5.17. The authors simulate fp8 and fp4 rounding of keys, which is left out here, as
+transformers does.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from moeyard_kernels.backend import Backend, CompressedAttend, StepPlan
+from moeyard_kernels.types.footprint import Footprint, Footprints
+from moeyard_kernels.types.layers import GRANULE, CompressedLayer, Indexer, Pooling
+from moeyard_worker.config.rope_config import RopeConfig
+from moeyard_worker.layers.weights import Loaded, Part, Weight, matrix, stacked, weight
+from moeyard_worker.state.layout import LayerState, PagedArray, SlotArray
+
+if TYPE_CHECKING:
+    import torch
+
+# Keys are read in blocks of this many positions.
+BLOCK = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerConfig:
+    """Sizes of the choice of entries: heads, their width, entries per query."""
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compressed:
+    """`Attention` over the last `window` positions, and over one entry per `ratio` earlier positions (0: none).
+
+    With an `indexer` each query chooses entries, and an entry also covers the block before its own (CSA). Otherwise a
+    query sees all entries (HCA). The output projection has `groups` groups of heads, each with `o_rank` results.
+    """
+
+    num_heads: int
+    head_dim: int
+    q_rank: int
+    groups: int
+    o_rank: int
+    window: int
+    ratio: int
+    rope: RopeConfig
+    norm_eps: float
+    indexer: IndexerConfig | None = None
+
+    @property
+    def _widths(self) -> dict[str, int]:
+        """The columns of values and of gates, by the checkpoint prefix of each pooling."""
+        if not self.ratio:
+            return {}
+        if self.indexer is None:
+            return {"compressor.": self.head_dim}
+        return {"compressor.": 2 * self.head_dim, "indexer.compressor.": 2 * self.indexer.head_dim}
+
+    def weights(self, hidden: int, at: str) -> dict[str, Weight]:
+        """Name the weights and their checkpoint tensors.
+
+        q_kv_a [Rq + D, H] joins the down projection of queries and the key. q_b joins the queries of all heads and
+        those of the indexer. compress [C, H] joins the values and gates of each pooling, and the weights of the
+        indexer's heads.
+        """
+        heads, dim, rank = self.num_heads, self.head_dim, self.q_rank
+        queries = [(f"{at}wq_b.weight", heads * dim)]
+        found = {
+            "q_kv_a": stacked((f"{at}wq_a.weight", rank), (f"{at}wkv.weight", dim), width=hidden),
+            "q_norm": weight(f"{at}q_norm.weight", rank),
+            "kv_norm": weight(f"{at}kv_norm.weight", dim),
+            "sink": weight(f"{at}attn_sink", heads, fp32=True),
+            "o_a": Weight(
+                (self.groups, self.o_rank, heads * dim // self.groups),
+                weight(f"{at}wo_a.weight", self.groups * self.o_rank, heads * dim // self.groups).parts,
+            ),
+            "o_b": matrix(f"{at}wo_b.weight", hidden, self.groups * self.o_rank),
+        }
+        columns: list[tuple[str | None, int]] = []
+        for prefix, width in self._widths.items():
+            columns += [(f"{at}{prefix}{name}.weight", width) for name in ("wkv", "wgate")]
+            found[f"{prefix}bias"] = weight(f"{at}{prefix}ape", self.ratio, width, fp32=True)
+            found[f"{prefix}norm"] = weight(f"{at}{prefix}norm.weight", width // 2 if self.indexer else width)
+        if self.indexer is not None:
+            queries.append((f"{at}indexer.wq_b.weight", self.indexer.num_heads * self.indexer.head_dim))
+            columns.append((f"{at}indexer.weights_proj.weight", self.indexer.num_heads))
+        found["q_b"] = stacked(*queries, width=rank)
+        if columns:
+            total = sum(count for _, count in columns)
+            parts, row = list[Part](), 0
+            for key, count in columns:
+                assert key is not None, "all parts are stored"
+                parts.append(Part(key, (count, hidden), row))
+                row += count
+            found["compress"] = Weight((total, hidden), tuple(parts), fp32=True, matrix=True)
+        return found
+
+    def state(self) -> LayerState:
+        """Entries in pages; the window's keys, and values and gates of blocks that are not complete, in slots."""
+        slots = {"recent": SlotArray(shape=(self.window, self.head_dim), fp32=False)}
+        paged = {}
+        if self.ratio:
+            granule = min(self.ratio, GRANULE)
+            paged["entries"] = PagedArray(heads=None, width=self.head_dim // granule)
+            reach, columns = self.ratio, 2 * sum(self._widths.values())
+            if self.indexer is not None:
+                reach = 2 * self.ratio
+                paged["index"] = PagedArray(heads=None, width=self.indexer.head_dim // granule)
+            slots["pending"] = SlotArray(shape=(reach, columns), fp32=True)
+        aligned = math.lcm(BLOCK, self.window, self.ratio or 1)
+        return LayerState(paged=paged, slots=slots, chunk_alignment=aligned, compressible=False)
+
+    def footprint(self, footprints: Footprints) -> Footprint:
+        return footprints.compressed(
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            ratio=self.ratio,
+            index_heads=0 if self.indexer is None else self.indexer.num_heads,
+            index_dim=0 if self.indexer is None else self.indexer.head_dim,
+            groups_width=self.groups * self.o_rank,
+        )
+
+    def build(self, backend: Backend, *, weights: Loaded, state: Loaded, rope: torch.Tensor | None) -> CompressedBlock:
+        assert rope is not None, "every layer is rotated"
+
+        def pooling(prefix: str, entries: str, dim: int) -> Pooling:
+            return Pooling(
+                ratio=self.ratio,
+                overlaps=self.indexer is not None,
+                bias=weights[f"{prefix}bias"],
+                norm=weights[f"{prefix}norm"],
+                entries=state[entries].view(-1, dim),
+            )
+
+        indexer = None
+        if self.indexer is not None:
+            indexer = Indexer(
+                num_heads=self.indexer.num_heads,
+                top_k=self.indexer.top_k,
+                pooling=pooling("indexer.compressor.", "index", self.indexer.head_dim),
+            )
+        attend = backend.compressed(
+            CompressedLayer(
+                num_heads=self.num_heads,
+                head_dim=self.head_dim,
+                rope_dim=self.rope.dim,
+                window=self.window,
+                eps=self.norm_eps,
+                rope=rope,
+                sink=weights["sink"],
+                o_a=weights["o_a"],
+                recent=state["recent"],
+                pooling=pooling("compressor.", "entries", self.head_dim) if self.ratio else None,
+                indexer=indexer,
+                compress=weights.get("compress"),
+                pending=state.get("pending"),
+            )
+        )
+        return CompressedBlock(self, backend, attend, weights)
+
+
+class CompressedBlock:
+    """Down projections, norms, the queries' up projection, attention, one product back."""
+
+    def __init__(self, spec: Compressed, backend: Backend, attend: CompressedAttend, weights: Loaded) -> None:
+        self._backend, self._attend, self._eps, self._rank = backend, attend, spec.norm_eps, spec.q_rank
+        self._q_kv_a, self._q_b, self._o_b = weights["q_kv_a"], weights["q_b"], weights["o_b"]
+        self._q_norm, self._kv_norm = weights["q_norm"], weights["kv_norm"]
+
+    def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """x [num_rows, H] -> [num_rows, H]."""
+        backend = self._backend
+        down = backend.linear(x, self._q_kv_a)
+        q = backend.rms_norm(down[:, : self._rank], self._q_norm, self._eps)
+        kv = backend.rms_norm(down[:, self._rank :], self._kv_norm, self._eps)
+        q = backend.linear(q, self._q_b)
+        return backend.linear(self._attend.attend(x, q, kv, plan), self._o_b)
