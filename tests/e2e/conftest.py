@@ -24,7 +24,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     Fp32 with a tokenizer: mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE). The model of mla_bf16 is DeepSeek-V3.
     The model of gqa_bf16 is Mixtral with a window shorter than most prompts. The model of hybrid and hybrid_bf16 is
     Qwen3-Next, and two of its three layers have state. In hybrid_mla (Kimi-Linear) the third has latent attention.
-    The bundled model is demo. Its MTP layer is usually right, as is that of hybrid_drafts (Qwen3.5).
+    compressed and compressed_bf16 are DeepSeek-V4. The bundled model is demo. Its MTP layer is usually right, as is that of hybrid_drafts (Qwen3.5).
     """
     root = tmp_path_factory.mktemp("checkpoints")
     bf16 = torch.bfloat16
@@ -39,5 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hybrid_mla": make_checkpoint(root / "hybrid_mla", "kimi_linear"),
         "hybrid_bf16": make_checkpoint(root / "hybrid_bf16", "qwen3_next", dtype=bf16),
         "hybrid_drafts": drafts,
+        "compressed": make_checkpoint(root / "compressed", "deepseek_v4", tokenizer=True),
+        "compressed_bf16": make_checkpoint(root / "compressed_bf16", "deepseek_v4", dtype=bf16),
         "gqa_bf16": make_checkpoint(root / "gqa_bf16", "mixtral", dtype=bf16, sliding_window=24),
     }

@@ -397,6 +397,33 @@ def test_hybrid_cases_pair_all_values() -> None:
         assert set(map(axis_values, wanted)) <= set(map(axis_values, some)), pair
 
 
+# Chunks of DeepSeek-V4 end at multiples of 128.
+V4_CASES = {
+    "compressed": [
+        Case(1, "shm", "min", "slru", 128, "scarce"),
+        Case(2, "shm", "half", "lru", 2048, "scarce", scattered=True, deep=2),
+        Case(2, "tcp", "all", "slru", 128, "ample"),
+        Case(4, "tcp", "min", "lru", 2048, "scarce"),
+    ],
+    "compressed_bf16": [
+        Case(1, "shm", "half", "slru", 2048, "ample", deep=2),
+        Case(2, "shm", "min", "lru", 128, "scarce"),
+        Case(4, "shm", "all", "slru", 128, "ample", scattered=True),
+    ],
+}
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [pytest.param(kind, case, id=f"{kind}-{case}") for kind in V4_CASES for case in V4_CASES[kind]],
+)
+def test_deepseek_v4(
+    kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    check(case, processes, checkpoints[kind], expected[kind])
+
+
 # With state, a chunk needs room for a window behind the multiple of 64 where it begins.
 COMPRESSED_CASES = {
     "demo": [
