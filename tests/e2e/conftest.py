@@ -24,7 +24,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     Fp32 with a tokenizer: mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE). The model of mla_bf16 is DeepSeek-V3.
     The model of gqa_bf16 is Mixtral with a window shorter than most prompts. The model of hybrid and hybrid_bf16 is
     Qwen3-Next, and two of its three layers have state. In hybrid_mla (Kimi-Linear) the third has latent attention.
-    compressed and compressed_bf16 are DeepSeek-V4. The bundled model is demo. Its MTP layer is usually right, as is that of hybrid_drafts (Qwen3.5).
+    The models of compressed and compressed_bf16 are DeepSeek-V4. The bundled model is demo. Its MTP layer is usually
+    right, as is that of hybrid_drafts (Qwen3.5).
     """
     root = tmp_path_factory.mktemp("checkpoints")
     bf16 = torch.bfloat16

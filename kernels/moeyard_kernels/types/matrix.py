@@ -9,6 +9,8 @@ from moeyard_kernels.types.weight_form import TILE, ExpertForm, FormPart, Region
 
 # The bits at which a word holds its 8 codes.
 NIBBLES = tuple(range(0, 32, 4))
+# The values of e2m1 codes (OCP Microscaling Formats 1.0): a sign, two bits of exponent, one of mantissa.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,6 +127,8 @@ def dequantize(matrix: Matrix) -> torch.Tensor:
         matrix = untile(matrix)
     if matrix.form.name == "fp8":
         codes = matrix.data.float()
+    elif matrix.form.name == "fp4":
+        codes = torch.tensor(E2M1, device=matrix.data.device)[unpack_codes(matrix.data)]
     else:
         assert matrix.form.name == "int4", f"{matrix.form.name} has no values"
         codes = unpack_codes(matrix.data).float()

@@ -100,6 +100,14 @@ def int4_form(group: int | None, *, scales: str, zeros: bool) -> WeightForm:
     return WeightForm("int4", (*parts, FormPart("zeros", "uint8", 1, group)) if zeros else parts)
 
 
+def fp4_form(group: int) -> WeightForm:
+    """Return the form of e2m1 codes, packed as those of `int4_form`, with an fp32 scale per row and `group` columns.
+
+    w = bf16(code * scale). With scales that are powers of two the product is exact.
+    """
+    return WeightForm("fp4", (FormPart("codes", "int32", 1, 8), FormPart("scales", "float32", 1, group)))
+
+
 def fp8_tiles(rows: int | None, columns: int | None) -> WeightForm:
     """Return the tiled form of `fp8_form`. K is a multiple of 64."""
     return WeightForm("fp8", (FormPart("codes", "int16", 1, 2), FormPart("scales", "float32", rows, columns)), True)

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 
 from moeyard_kernels.types.matrix import NIBBLES, Matrix, dequantize, pack_codes, tile_, unpack_codes
-from moeyard_kernels.types.weight_form import fp8_form, int4_form
+from moeyard_kernels.types.weight_form import fp4_form, fp8_form, int4_form
 from moeyard_worker.checkpoint.formats.compressed_tensors import PackedInt4Scheme
 from moeyard_worker.checkpoint.formats.format import Scheme
-from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme
+from moeyard_worker.checkpoint.formats.fp8 import FP4_GROUP, Fp4Scheme, Fp8Scheme
 from moeyard_worker.checkpoint.formats.gguf import PairedScheme, SplitKvScheme
 from moeyard_worker.checkpoint.formats.gptq import AwqScheme, GptqScheme
 from moeyard_worker.config.checkpoint_error import CheckpointError
@@ -42,6 +42,8 @@ def fill(out: Matrix, part: Part, scheme: Scheme, read: Read) -> None:
     match scheme:
         case Fp8Scheme():
             found = _fp8(part, scheme, read, device)
+        case Fp4Scheme():
+            found = _fp4(part, scheme, read, device)
         case PackedInt4Scheme():
             found = _packed_int4(part, scheme, read, device)
         case GptqScheme():
@@ -101,6 +103,15 @@ def _fp8(part: Part, scheme: Fp8Scheme, read: Read, device: torch.device) -> Mat
     # All matrices of one tensor begin at a block.
     read(key, scales, part.begin // (scheme.rows or rows) * scales.shape[1])
     _check_scales(key, scales)
+    return matrix
+
+
+def _fp4(part: Part, scheme: Fp4Scheme, read: Read, device: torch.device) -> Matrix:
+    matrix = Matrix.empty(fp4_form(FP4_GROUP), part.shape[0], part.shape[1], device)
+    read(part.key, matrix.data.view(torch.int8))
+    key = scheme.marker(part.key)
+    read(key, matrix.scales)
+    _check_scales(key, matrix.scales)
     return matrix
 
 

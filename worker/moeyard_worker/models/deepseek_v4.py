@@ -39,6 +39,9 @@ def _prepare(config: Fields) -> Fields:
         # The authors' code does not scale cos and sin. The share of rotated values is `qk_rope_head_dim`.
         values["rope_scaling"] = {**values["rope_scaling"], "attention_factor": 1.0, "partial_rotary_factor": 1.0}
     values.pop("partial_rotary_factor", None)
+    quantised = values.get("quantization_config")
+    if isinstance(quantised, dict) and values.get("expert_dtype") is not None:
+        values["quantization_config"] = {**quantised, "expert_dtype": values["expert_dtype"]}
     return replace(config, values=values)
 
 

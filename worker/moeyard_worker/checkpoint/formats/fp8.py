@@ -1,11 +1,12 @@
 """fp8 checkpoints: e4m3 codes with a scale per block, per row or per tensor. Pure.
 
 DeepSeek-V3, Kimi-K2 and the "-FP8" releases of Qwen have blocks of 128 x 128 and the method "fp8". Their scales are
-called `weight_scale_inv`, but multiply. The last block of rows or columns may be partial.
+called `weight_scale_inv`, but multiply. The last block of rows or columns may be partial. DeepSeek-V4 calls them
+`scale`, and the experts of its releases have e2m1 codes of 4 bits.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 
 from moeyard_kernels.types.weight_form import WeightForm, blocks, fp8_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
@@ -15,6 +16,10 @@ from moeyard_worker.config.fields import Fields
 from moeyard_worker.layers.weights import Part
 
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+# The key of scales in DeepSeek-V4's releases, in place of ".weight".
+SCALE = ".scale"
+# Columns of an expert of DeepSeek-V4 that share a scale.
+FP4_GROUP = 32
 # Column blocks of a matrix whose codes stay in memory.
 _MOST_BLOCKS = 256
 
@@ -23,7 +28,7 @@ _MOST_BLOCKS = 256
 class Fp8Scheme:
     """w = bf16(fp32(code) * fp32(scale)), with one scale per block of `rows` x `columns`; None means all of them.
 
-    `suffix` follows the key of the codes.
+    `suffix` follows the key of the codes, or replaces its ".weight" if it is `SCALE`.
     """
 
     rows: int | None
@@ -31,7 +36,7 @@ class Fp8Scheme:
     suffix: str = "_scale"
 
     def marker(self, key: str) -> str:
-        return key + self.suffix
+        return key.removesuffix(".weight") + SCALE if self.suffix == SCALE else key + self.suffix
 
     def refusal(self, part: Part) -> str | None:
         if part.whole is None or (self.rows and not part.shape[0] % self.rows):
@@ -55,6 +60,28 @@ class Fp8Scheme:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Fp4Scheme:
+    """w = code * scale, with e2m1 codes, two per byte with the first in the lower bits, and a power of two per
+    `FP4_GROUP` columns of a row. bfloat16 holds the product exactly."""
+
+    def marker(self, key: str) -> str:
+        return key.removesuffix(".weight") + SCALE
+
+    def refusal(self, part: Part) -> str | None:
+        return None if part.whole is None else "a tensor of all experts has no codes of 4 bits"
+
+    def tiles(self, columns: int) -> WeightForm | None:
+        return None
+
+    def stored(self, part: Part) -> Mapping[str, StoredTensor]:
+        rows, columns = part.shape
+        return {
+            part.key: StoredTensor((rows, columns // 2), ("I8", "U8")),
+            self.marker(part.key): StoredTensor((rows, blocks(columns, FP4_GROUP)), ("F8_E8M0",)),
+        }
+
+
 def block_is_read(block: int | None, columns: int, *, least: int) -> bool:
     """Return whether products over codes read blocks of `block` columns: a power of two from `least` on, or all.
 
@@ -67,13 +94,21 @@ def block_is_read(block: int | None, columns: int, *, least: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fp8Format(QuantizedFormat):
-    """The method "fp8": one scheme for all modules that are not excluded."""
+    """The method "fp8": one scheme for all modules that are not excluded. With `fp4` experts have another."""
 
     excluded: ModuleNames
     one: Fp8Scheme
+    fp4: bool = False
 
     def promised(self, module: str) -> QuantizedScheme | None:
-        return None if module in self.excluded else self.one
+        if module in self.excluded:
+            return None
+        return Fp4Scheme() if self.fp4 and ".experts." in module else self.one
+
+    def named(self, scheme: QuantizedScheme, part: Part, keys: Container[str]) -> QuantizedScheme:
+        if isinstance(scheme, Fp8Scheme) and (other := replace(scheme, suffix=SCALE)).marker(part.key) in keys:
+            return other
+        return scheme
 
 
 def block_size(settings: Fields, key: str) -> tuple[int, int]:
@@ -89,10 +124,11 @@ def parse_fp8(settings: Fields, dtype: str) -> Fp8Format:
     settings.require("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     settings.require("activation_scheme", ("dynamic", "static"), "dynamic")
     settings.require("scale_fmt", ("ue8m0", "float"), "float")
+    experts = settings.require("expert_dtype", ("fp8", "fp4"), "fp8")
     excluded = module_names(settings, "modules_to_not_convert")
     if settings.values.get("weight_block_size") is None:
         one = Fp8Scheme(None, None)
     else:
         one = Fp8Scheme(*block_size(settings, "weight_block_size"), "_scale_inv")
-    markers = ("_scale_inv", ".weight_scale_inv", ".weight_scale")
-    return Fp8Format(file=settings.file, markers=markers, excluded=excluded, one=one)
+    markers = ("_scale_inv", ".weight_scale_inv", ".weight_scale", SCALE)
+    return Fp8Format(file=settings.file, markers=markers, excluded=excluded, one=one, fp4=experts == "fp4")

@@ -63,6 +63,10 @@ class QuantizedFormat:
     def promised(self, module: str) -> QuantizedScheme | None:
         """Return the scheme that config.json gives a module, None if it is excluded."""
 
+    def named(self, scheme: QuantizedScheme, part: Part, keys: Container[str]) -> QuantizedScheme:
+        """Return the promised scheme of `part` with the names that the stored tensors have."""
+        return scheme
+
     def written(self, part: Part) -> QuantizedScheme | None:
         """Return the scheme to write `part` in, None if it stays plain: only projections are quantised."""
         module = part.key.removesuffix(".weight")
@@ -110,6 +114,7 @@ class QuantizedFormat:
         if found is None:
             self._check_plain(module, part.key, keys)
             return _PLAIN
+        found = self.named(found, part, keys)
         if found.marker(part.key) not in keys and not _PROJECTIONS.fullmatch(module):
             return _PLAIN
         why = found.refusal(part)
