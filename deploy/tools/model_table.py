@@ -22,7 +22,8 @@ GIB = 1 << 30
 # Free bytes of a GPU before anything is loaded.
 CARDS = {"H100 80 GB": 78 * GIB, "H200 141 GB": 139 * GIB}
 WORKERS = (1, 2, 4, 8)
-DEMO = "moeyard-demo"
+# Published shapes with kernels for GPUs.
+ON_GPUS = [name for name, shape in SHAPES.items() if name != "moeyard-demo" and shape["model_type"] != "deepseek_v4"]
 
 
 def serving(shape: str, workers: int = 1) -> EngineConfig:
@@ -57,9 +58,7 @@ def sizes() -> Iterator[str]:
     """Yield the rows of the table of weights and state."""
     yield "| shape | experts, GiB | other weights, GiB | KV, KiB per token | state, MiB per sequence | positions |"
     yield "|---|--:|--:|--:|--:|--:|"
-    for shape in SHAPES:
-        if shape == DEMO:
-            continue
+    for shape in ON_GPUS:
         config = serving(shape)
         model = served_model(config)
         dtype = model.served_dtype(config.dtype)
@@ -77,9 +76,7 @@ def gpus(available: int) -> Iterator[str]:
     """Yield the rows of a card's table: one GPU, and the fewest that hold all experts, or the most of a host."""
     yield "| shape | flags | experts on GPUs | host memory, GiB | KV tokens per GPU | longest sequence |"
     yield "|---|---|--:|--:|--:|--:|"
-    for shape in SHAPES:
-        if shape == DEMO:
-            continue
+    for shape in ON_GPUS:
         plans = {}
         for workers in WORKERS:
             config = serving(shape, workers)

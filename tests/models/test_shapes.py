@@ -13,7 +13,7 @@ from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.shapes import SHAPES, served_model, shape_config, shape_model
 from moeyard_worker.models.spec import model_spec
 
-# Published parameters in billions: 30.5, 235, 46.7, 15.7, 671, 1000 and more.
+# Published parameters in billions: 30.5, 235, 46.7, 15.7, 671, 284, 1000 and more.
 PARAMETERS = {
     "Qwen3-30B-A3B": (30.4, 30.6),
     "Qwen3-235B-A22B": (234.5, 235.5),
@@ -24,6 +24,8 @@ PARAMETERS = {
     "DeepSeek-V3": (670, 672),
     "Kimi-K2": (1000, 1060),
     "Kimi-Linear-48B-A3B": (48.5, 49.6),
+    "DeepSeek-V4-Flash": (283, 286),
+    "DeepSeek-V4-Pro": (1560, 1610),
     "moeyard-demo": (0.0055, 0.0056),
 }
 

@@ -22,7 +22,7 @@ from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.spec import ModelSpec
 
 _SCALE = 0.02
-_INTO_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight")
+_INTO_RESIDUAL = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "wo_b.weight", "w2.weight")
 # A_log: a state decays at the rate exp(A_log) * softplus(a + dt_bias), and softplus of about 0 is 0.7.
 _SLOW, _FAST = math.log(0.007), math.log(1.4)
 
@@ -50,6 +50,10 @@ class DummyWeights:
         # "model.norm.weight", "q_norm.weight", "pre_fc_norm_hidden.weight".
         if key.endswith(".weight") and "norm" in key.split(".")[-2]:
             out = torch.ones(weight.shape, dtype=dtype, device=self._backend.device)
+        elif weight.parts[0].ids:
+            out = self._draw_ids(key, weight.shape)
+        elif key.endswith("_scale"):
+            out = torch.ones(weight.shape, dtype=dtype, device=self._backend.device)
         elif key.endswith("A_log"):
             heads = weight.shape[0]
             out = torch.linspace(_SLOW, _FAST, heads, dtype=dtype, device=self._backend.device)
@@ -64,6 +68,13 @@ class DummyWeights:
         if self._progress is not None:
             self._progress(out.nbytes)
         return self._backend.matrix(Matrix.plain(out)) if weight.matrix else out
+
+    def _draw_ids(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a table of distinct experts per row, int32."""
+        device = self._backend.device
+        generator = torch.Generator(device).manual_seed(crc32(key.encode()))
+        order = torch.rand(shape[0], self._spec.config.num_experts, generator=generator, device=device).argsort(1)
+        return order[:, : shape[1]].to(torch.int32)
 
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         """Write an expert into `out`."""

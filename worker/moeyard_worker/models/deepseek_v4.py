@@ -88,7 +88,9 @@ def _attention(config: Fields) -> tuple[Compressed, ...]:
     for key, width in (("head_dim", dim), ("index_head_dim", index_dim)):
         if width % 16:
             raise config.error(key, f"is {width}, expected a multiple of 16")
-    scaling = config.values.get("rope_scaling") or {}
+    scaling: Any = config.values.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise config.error("rope_scaling", f"is {scaling!r:.80}, expected an object")
     plain = Fields(config.file, {"rope_type": "default", "rope_theta": config.number("rope_theta")})
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     stretched = {**scaling, "rope_type": kind, "rope_theta": config.number("compress_rope_theta")}
