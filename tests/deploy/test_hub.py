@@ -43,8 +43,18 @@ FILES = {
     "model-1.safetensors": "1",
     "model-2.safetensors": "2",
 }
-TEMPLATES = {"chat_template.jinja": "x", "additional_chat_templates/tool_use.jinja": "y"}
-MORE = {"README.md": "no", "consolidated.safetensors": "no", "original/config.json": "no", "original/x.jinja": "no"}
+TEMPLATES = {
+    "chat_template.jinja": "x",
+    "additional_chat_templates/tool_use.jinja": "y",
+    "encoding/encoding_dsv4.py": "z",
+}
+MORE = {
+    "README.md": "no",
+    "consolidated.safetensors": "no",
+    "original/config.json": "no",
+    "original/x.jinja": "no",
+    "encoding/x.py": "no",
+}
 
 
 @pytest.fixture(autouse=True)

@@ -216,7 +216,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("special", [True, False, None])
-@pytest.mark.parametrize("name", ["qwen3_coder", "deepseek_v32"])
+@pytest.mark.parametrize("name", ["qwen3_coder", "deepseek_v32", "deepseek_v4"])
 def test_separate_arguments_follow_their_schema(name, special):
     checker = Checker(name, special, functions=[("file", FILE), ("silent", {"type": "object", "required": ["a"]})])
     quoted = {"path": 'say "</parameter>" and <parameter=x>', "mode": 3}

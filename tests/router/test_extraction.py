@@ -45,6 +45,13 @@ TWO = {
         '<｜DSML｜parameter name="why" string="true">a "quoted" } brace</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
         '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜function_calls>'
     ),
+    "deepseek_v4": (
+        '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="weather">\n'
+        '<｜DSML｜parameter name="city" string="true">Köln</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">[1, 2]</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="why" string="true">a "quoted" } brace</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+    ),
     "mistral": (f'[TOOL_CALLS] [{{"name": "weather", "arguments": {WEATHER}}}, {{"name": "now", "arguments": {{}}}}]'),
 }
 SCHEMA = {
@@ -147,6 +154,8 @@ MALFORMED = [
     ("qwen3_coder", "<tool_call>\n<function=" + "x" * 3000 + ">\n</function>", None),
     ("deepseek_v32", "<｜DSML｜function_calls>\nand then?", None),
     ("deepseek_v32", '<｜DSML｜invoke name="f">what</｜DSML｜invoke>', None),
+    ("deepseek_v4", "<｜DSML｜tool_calls>\nand then?", None),
+    ("deepseek_v4", '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f" />\n</｜DSML｜function_calls>', None),
     ("mistral", "[TOOL_CALLS] none", None),
     ("mistral", '[TOOL_CALLS] [{"nom": 3}] x', None),
 ]
@@ -228,7 +237,8 @@ def test_text_similar_to_a_call_is_content(name, text, _):
         ),
         ("qwen3_coder", "<function=f>\n</function>\nSo.", "{}", [Content("\nSo.")]),
         *(
-            ("deepseek_v32", f'<｜DSML｜invoke name="f">\n{written}\n</｜DSML｜invoke>', arguments, [])
+            (name, f'<｜DSML｜invoke name="f">\n{written}\n</｜DSML｜invoke>', arguments, [])
+            for name in ("deepseek_v32", "deepseek_v4")
             for written, arguments in (
                 ('<｜DSML｜parameter name="n" string="true">1</｜DSML｜parameter>', '{"n": "1"}'),
                 ('<｜DSML｜parameter name="n">1</｜DSML｜parameter>', '{"n": 1}'),
@@ -448,7 +458,7 @@ def test_parameters_keep_their_values(arguments):
     """Templates write texts bare and other values as JSON; the schema or the markup decides which one it is."""
     kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
     schema = {"properties": {k: {"type": kinds.get(type(v), "null")} for k, v in arguments.items()}}
-    for name in ("qwen3_coder", "deepseek_v32"):
+    for name in ("qwen3_coder", "deepseek_v32", "deepseek_v4"):
         form = TOOL_FORMATS[name]
         text = written_one_by_one(form, "f", arguments)
         asked = dataclasses.replace(extraction(name), schemas={"f": schema})

@@ -1,5 +1,6 @@
 """Malformed calls that models really write, for every parser: no text is lost for any split or truncation."""
 
+import ast
 import json
 
 import pytest
@@ -268,6 +269,12 @@ ONE_BY_ONE = [
         [("save", {"body": "a.txt"})],
     ),
     ("deepseek_v32", '<｜DSML｜invoke name="now">\n</｜DSML｜function_calls>behind', "behind", [NOW]),
+    ("deepseek_v32", '<｜DSML｜invoke name="now" />\n</｜DSML｜function_calls>behind', "behind", [NOW]),
+]
+ONE_BY_ONE += [
+    ("deepseek_v4", *(ast.literal_eval(repr(part).replace("function_calls", "tool_calls")) for part in row))
+    for name, *row in ONE_BY_ONE
+    if name == "deepseek_v32"
 ]
 EVERY = [
     row

@@ -35,8 +35,11 @@ from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.models.families import load_model_config
 
 # A model's description is in the repository's root, named chat templates in their own folder. Other folders hold copies
-# for other programs.
-_DESCRIPTION = ("*.json", "chat_template.jinja", "additional_chat_templates/*.jinja")
+# for other programs. DeepSeek-V4's encoder names its reasoning efforts. It is read, never run.
+_DESCRIPTION = (
+    *("*.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+    "encoding/encoding_dsv4.py",
+)
 _UNWANTED = ("*/*.json", "consolidated*")
 _LOOK_SECONDS = 0.5
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -13,6 +13,7 @@ from moeyard_router.text.template import ChatTemplate
 from moeyard_worker.tokenizer import is_there, read_object, read_text, read_tokenizer
 
 _USED_TEMPLATES = ("default", "tool_use")
+_DEEPSEEK_V4 = Path(__file__).with_name("deepseek_v4.jinja")
 _SHORT_TEXT = 512  # characters; handing a shorter text to the tokenizer's threads takes longer than tokenizing it
 
 
@@ -122,7 +123,7 @@ def template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tu
     """Return file and text of the templates `default` and `tool_use`.
 
     As in transformers, chat_template.jinja and additional_chat_templates/ replace chat_template.json, which replaces
-    the template in tokenizer_config.json.
+    the template in tokenizer_config.json. A DeepSeek-V4 without any gets the one of this package.
     """
     path = directory / "chat_template.jinja"
     found: dict[str, tuple[Path, Any]] = {"default": (path, read_text(path))} if is_there(path) else {}
@@ -135,10 +136,25 @@ def template_sources(directory: Path, config: Mapping[str, Any]) -> dict[str, tu
         if own is None:
             path, own = directory / "tokenizer_config.json", config
         found = {name: (path, source) for name, source in _named(path, own.get("chat_template")).items()}
+    model = {} if found else read_object(directory / "config.json") or {}
+    if model.get("model_type") == "deepseek_v4":
+        found = {"default": (_DEEPSEEK_V4, _deepseek_v4(directory, model))}
     used = {name: found[name] for name in _USED_TEMPLATES if name in found}
     if found and not used:
         raise ValueError(f"{path}: none of the chat templates {', '.join(sorted(found))} is named 'default'")
     return used
+
+
+def _deepseek_v4(directory: Path, model: Mapping[str, Any]) -> str:
+    """Return the template of DeepSeek-V4 with the reasoning efforts of the checkpoint's release.
+
+    The releases of July and August 2026 (0731, 0813) have other efforts than those of April. The authors' encoder is
+    beside the weights and says which ones; it is only read. Copies often lack it, so the drafter's keys, which came
+    with these releases, decide then.
+    """
+    path = directory / "encoding" / "encoding_dsv4.py"
+    later = "Reasoning Effort: Beyond maximum" in read_text(path) if is_there(path) else "dspark_block_size" in model
+    return f"{{%- set efforts_of_0731 = {'true' if later else 'false'} %}}{read_text(_DEEPSEEK_V4)}"
 
 
 def _named(path: Path, given: Any) -> dict[str, Any]:

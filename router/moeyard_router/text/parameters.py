@@ -1,8 +1,8 @@
 """Reads arguments that a family writes one by one, each between markers, and converts them to JSON.
 
-Qwen3-Coder and DeepSeek-V3.2 write no JSON object, but a name followed by the plain value. A text becomes a JSON string
-while it arrives. Any other value waits until it is complete, because only then it is clear whether it is the expected
-JSON. The cuts between pieces make no difference.
+Qwen3-Coder, DeepSeek-V3.2 and V4 write no JSON object, but a name followed by the plain value. A text becomes a JSON
+string while it arrives. Any other value waits until it is complete, because only then it is clear whether it is the
+expected JSON. The cuts between pieces make no difference.
 """
 
 import json

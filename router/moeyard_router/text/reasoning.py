@@ -51,6 +51,8 @@ REASONING_FORMATS = MappingProxyType(
                 name="kimi_k2",
                 implicit_ends=("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>", "<|tool_call_begin|>"),
             ),
+            # DeepSeek-V4 does the same (dynamo's pull request 10646, SGLang's 32539).
+            ReasoningFormat(name="deepseek_v4", implicit_ends=("<｜DSML｜tool_calls>", '<｜DSML｜invoke name="')),
         )
     }
 )

@@ -93,8 +93,40 @@ def _deepseek(name: str, written: tuple[str, str, str], joint: str) -> ToolForma
     )
 
 
-_DSML = "｜DSML｜"  # a token of its own in DeepSeek-V3.2's vocabulary
+_DSML = "｜DSML｜"  # a token of its own in the vocabularies of DeepSeek-V3.2 and V4
 _DSML_PARAMETER = rf'<{_DSML}parameter name="[^"<>\n]{{1,256}}"[^<>]{{0,128}}>'
+
+
+def _dsml(name: str, section: str) -> ToolFormat:
+    """Return the format of encoding_dsv32.py and encoding_dsv4.py, whose names of the `section` differ.
+
+    string="true" is before a plain text, "false" before JSON. Calls without arguments may end with "/>".
+    """
+    return ToolFormat(
+        name=name,
+        section_begin=f"<{_DSML}{section}>",
+        call_begin=f'<{_DSML}invoke name="',
+        call_end=f"</{_DSML}invoke>",
+        section_end=f"</{_DSML}{section}>",
+        inner=(_DSML,),
+        head=re.compile(
+            rf'(?P<name>[^"<>\n]{{1,256}})"'
+            rf"(?:>\s*(?={_DSML_PARAMETER}|</{_DSML}invoke>|</{_DSML}{section}>|\{{)"
+            rf'|[ ]?/>\s*(?=<{_DSML}invoke name="|</{_DSML}{section}>))'
+        ),
+        parameters=ParameterMarkup(
+            begin=f'<{_DSML}parameter name="',
+            head=re.compile(r'(?P<name>[^"<>\n]{1,256})"(?:[^<>]*? string="(?P<string>true|false)")?[^<>]{0,128}>'),
+            end=f"</{_DSML}parameter>",
+            cut=f"</{_DSML}invoke>",
+            written=('" string="true">', '" string="false">'),
+            behind="\n",
+        ),
+        written=(f'<{_DSML}invoke name="', '">\n', f"</{_DSML}invoke>\n"),
+        opening="\n",
+    )
+
+
 _MEMBERS = rf'\s*"name"\s*:\s*"(?P<name>[^"\\\n]{{1,256}})"\s*,\s*"(?:{"|".join(ARGUMENTS)})"\s*:\s*(?=[{{"])'
 
 _FORMATS = (
@@ -167,29 +199,8 @@ _FORMATS = (
         # Qwen3.5 does this (vLLM's issue 35687).
         unthought="<tool_call>\n<function=",
     ),
-    # As in the model's encoding_dsv32.py: string="true" before a plain text, "false" before JSON.
-    ToolFormat(
-        name="deepseek_v32",
-        section_begin=f"<{_DSML}function_calls>",
-        call_begin=f'<{_DSML}invoke name="',
-        call_end=f"</{_DSML}invoke>",
-        section_end=f"</{_DSML}function_calls>",
-        inner=(_DSML,),
-        head=re.compile(
-            rf'(?P<name>[^"<>\n]{{1,256}})">\s*'
-            rf"(?={_DSML_PARAMETER}|</{_DSML}invoke>|</{_DSML}function_calls>|\{{)"
-        ),
-        parameters=ParameterMarkup(
-            begin=f'<{_DSML}parameter name="',
-            head=re.compile(r'(?P<name>[^"<>\n]{1,256})"(?:[^<>]*? string="(?P<string>true|false)")?[^<>]{0,128}>'),
-            end=f"</{_DSML}parameter>",
-            cut=f"</{_DSML}invoke>",
-            written=('" string="true">', '" string="false">'),
-            behind="\n",
-        ),
-        written=(f'<{_DSML}invoke name="', '">\n', f"</{_DSML}invoke>\n"),
-        opening="\n",
-    ),
+    _dsml("deepseek_v32", "function_calls"),
+    _dsml("deepseek_v4", "tool_calls"),
 )
 TOOL_FORMATS = MappingProxyType({f.name: f for f in _FORMATS})
 # vLLM's grammar of required calls, for models without a format, or whose prompt does not show the tools. The list comes
@@ -210,7 +221,7 @@ JSON_CALLS = ToolFormat(
 def tool_format_of(template: str) -> ToolFormat | None:
     """Return the format of calls in a chat template, by its markers. None if it shows no known format."""
     if _DSML in template:
-        return TOOL_FORMATS["deepseek_v32"]
+        return TOOL_FORMATS["deepseek_v32" if "function_calls" in template else "deepseek_v4"]
     if "<｜tool▁calls▁begin｜>" in template:
         return TOOL_FORMATS["deepseek_v3" if "```json" in template else "deepseek_v31"]
     if "<|tool_calls_section_begin|>" in template:
@@ -224,6 +235,7 @@ def reasoning_format_of(template: str) -> ReasoningFormat | None:
     """Return the format of a model's reasoning, by the markers in its chat template. None if it has none."""
     if THINK not in template and END_THINK not in template:
         return None
-    if "<|tool_calls_section_begin|>" in template:
-        return REASONING_FORMATS["kimi_k2"]
+    calls = tool_format_of(template)
+    if calls is not None and calls.name in ("kimi_k2", "deepseek_v4"):
+        return REASONING_FORMATS[calls.name]
     return REASONING_FORMATS["deepseek_v3" if "<｜Assistant｜>" in template else "qwen3"]
