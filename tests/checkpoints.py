@@ -253,9 +253,9 @@ def edit_tensors(
     save_file({**tensors, **(add or {})}, path, metadata={"format": "pt"})
 
 
-def publish_v4(directory: Path | str) -> None:
+def publish_v4(directory: Path) -> Path:
     """Rewrite a single-file DeepSeek-V4 checkpoint with the names of tensors and settings that the hub has."""
-    path = Path(directory) / "model.safetensors"
+    path = directory / "model.safetensors"
     names = {"embed_tokens.": "embed.", "hc_head.hc_": "hc_head_", ".attn.norm.": ".attn.kv_norm."}
 
     def published(key: str) -> str:
@@ -265,7 +265,7 @@ def publish_v4(directory: Path | str) -> None:
         return key
 
     save_file({published(key): x for key, x in load_file(path).items()}, path, metadata={"format": "pt"})
-    config = json.loads((Path(directory) / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text())
     ratios = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
     rope = {k: v for k, v in config["rope_parameters"]["compress"].items() if k in ("factor", "beta_fast", "beta_slow")}
     rope |= {"original_max_position_embeddings": 64, "type": "yarn"}
@@ -278,6 +278,40 @@ def publish_v4(directory: Path | str) -> None:
         rope_theta=config["rope_parameters"]["main"]["rope_theta"],
         topk_method="noaux_tc",
     )
+    return directory
+
+
+def add_v4_drafts(directory: Path | str) -> None:
+    """Give a published DeepSeek-V4 checkpoint a multi-token prediction layer with good drafts.
+
+    All layers add little to the embedding, so that the next token mostly depends on the last one. The new layer
+    resembles the first layer with a window only, and mostly sees that embedding.
+    """
+    path = Path(directory) / "model.safetensors"
+    tensors = load_file(path)
+    for name in tensors:
+        if name.endswith(("wo_b.weight", "w2.weight")):
+            tensors[name] *= 0.1
+    generator = torch.Generator().manual_seed(7)
+    config = json.loads((Path(directory) / "config.json").read_text())
+    like = f"layers.{config['compress_ratios'].index(0)}."
+    # This layer chooses experts by the token, and the new one by its scores.
+    other = f"layers.{config['num_hash_layers']}."
+    width = config["hidden_size"]
+
+    def noisy(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return (x + scale * torch.randn(x.shape, generator=generator)).to(tensors["norm.weight"].dtype)
+
+    new = {name.removeprefix(like): x for name, x in tensors.items() if name.startswith(like) and "tid2eid" not in name}
+    new["ffn.gate.bias"] = tensors[f"{other}ffn.gate.bias"]
+    tensors |= {f"mtp.0.{name}": noisy(x, 0.01) for name, x in new.items()}
+    tensors["mtp.0.e_proj.weight"] = noisy(torch.eye(width), 0.01)
+    tensors["mtp.0.h_proj.weight"] = noisy(torch.zeros(width, width), 0.3 * width**-0.5)
+    for name in ("enorm.weight", "hnorm.weight"):
+        tensors[f"mtp.0.{name}"] = noisy(torch.ones(width), 0.1)
+    for name in ("norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale"):
+        tensors[f"mtp.0.{name}"] = noisy(tensors[name], 0.01)
+    save_file({name: x.contiguous() for name, x in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def add_drafts(directory: Path | str) -> None:

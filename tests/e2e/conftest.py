@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.checkpoints import DEMO, add_drafts, make_checkpoint
+from tests.checkpoints import DEMO, add_drafts, add_v4_drafts, make_checkpoint, publish_v4
 from tests.fleet import ProcessPool
 
 
@@ -24,13 +24,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     Fp32 with a tokenizer: mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE). The model of mla_bf16 is DeepSeek-V3.
     The model of gqa_bf16 is Mixtral with a window shorter than most prompts. The model of hybrid and hybrid_bf16 is
     Qwen3-Next, and two of its three layers have state. In hybrid_mla (Kimi-Linear) the third has latent attention.
-    The models of compressed and compressed_bf16 are DeepSeek-V4. The bundled model is demo. Its MTP layer is usually
-    right, as is that of hybrid_drafts (Qwen3.5).
+    The models of compressed, compressed_bf16 and compressed_drafts are DeepSeek-V4. The bundled model is demo. Its MTP
+    layer is usually right, as are those of hybrid_drafts (Qwen3.5) and compressed_drafts.
     """
     root = tmp_path_factory.mktemp("checkpoints")
     bf16 = torch.bfloat16
     drafts = make_checkpoint(root / "hybrid_drafts", "qwen3_5_moe_text")
     add_drafts(drafts)
+    compressed = publish_v4(make_checkpoint(root / "compressed_drafts", "deepseek_v4"))
+    add_v4_drafts(compressed)
     return {
         "demo": DEMO,
         "mla": make_checkpoint(root / "mla", "deepseek_v3", tokenizer=True),
@@ -40,6 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hybrid_mla": make_checkpoint(root / "hybrid_mla", "kimi_linear"),
         "hybrid_bf16": make_checkpoint(root / "hybrid_bf16", "qwen3_next", dtype=bf16),
         "hybrid_drafts": drafts,
+        "compressed_drafts": compressed,
         "compressed": make_checkpoint(root / "compressed", "deepseek_v4", tokenizer=True),
         "compressed_bf16": make_checkpoint(root / "compressed_bf16", "deepseek_v4", dtype=bf16),
         "gqa_bf16": make_checkpoint(root / "gqa_bf16", "mixtral", dtype=bf16, sliding_window=24),

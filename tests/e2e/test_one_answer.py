@@ -410,6 +410,11 @@ V4_CASES = {
         Case(2, "shm", "min", "lru", 128, "scarce"),
         Case(4, "shm", "all", "slru", 128, "ample", scattered=True),
     ],
+    "compressed_drafts": [
+        Case(1, "shm", "half", "slru", 128, "scarce", drafts=2),
+        Case(2, "tcp", "min", "slru", 128, "scarce", drafts=3, deep=2),
+        Case(4, "shm", "all", "slru", 2048, "ample", drafts=1, scattered=True),
+    ],
 }
 
 

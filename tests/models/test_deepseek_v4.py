@@ -1,5 +1,8 @@
 """DeepSeek-V4: against transformers at every border of a block, and one answer for every cut and neighbour."""
 
+import copy
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.checkpoints import VOCAB_SIZE, edit_config, edit_tensors, make_checkpoint, publish_v4
+from tests.checkpoints import VOCAB_SIZE, add_v4_drafts, edit_config, edit_tensors, make_checkpoint, publish_v4
 from tests.quantised import fp8_blocks
 from tests.rank import Rank
 
@@ -18,6 +21,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.assembly.local import greedy_tokens, local_runner, prompt_logits
 from moeyard_worker.engine.assembly.verify import reference_model
 from moeyard_worker.engine.steps.runner import Runner
+from moeyard_worker.layers import compressed
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import KvCompression, Rejected, SamplingParams, Submit
@@ -209,6 +213,90 @@ def test_released_codes(tmp_path: Path) -> None:
     edit_config(pair[0], expert_dtype="fp6")
     with pytest.raises(CheckpointError, match=r"expert_dtype 'fp6' is not supported \(supported: fp8, fp4\)"):
         load_model_config(pair[0])
+
+
+@pytest.fixture(scope="module")
+def with_drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = publish_v4(make_checkpoint(tmp_path_factory.mktemp("drafts"), "deepseek_v4", seed=2))
+    add_v4_drafts(directory)
+    return directory
+
+
+def test_mtp_layer_matches_its_definition(with_drafts: Path) -> None:
+    """transformers has the layer's parts: embedding, a decoder layer with a window only, and the mix before the head.
+
+    The streams of a row are a projection of the model's streams at that row plus one of the next token's embedding.
+    """
+    runner = local_runner(with_drafts, dtype=torch.float32, num_pages=10, drafts=True)
+    assert runner.speculation is not None
+    ids = torch.randint(VOCAB_SIZE, (140,), generator=torch.Generator().manual_seed(8)).tolist()
+    drafter, rows = runner.speculation.drafter, len(ids) - 1
+    tensors = load_file(with_drafts / "model.safetensors")
+    whole = reference_model(with_drafts, "deepseek_v4", dtype=torch.float32)
+    streams: list[torch.Tensor] = []
+    whole.model.hc_head.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+    part = {name.removeprefix("mtp.0."): x for name, x in tensors.items() if name.startswith("mtp.0.")}
+    with torch.inference_mode():
+        plan = runner.backend.plan(Step(prefill=(replace(chunk(ids, 0, rows, which=0, prompt=True), state_slot=0),)))
+        shifted = torch.zeros(plan.num_rows, dtype=torch.int64)
+        shifted[:rows] = torch.tensor(ids[1:])
+        found = drafter.head(drafter.forward(shifted, runner.model.hidden(plan), plan))[:rows]
+
+        whole(torch.tensor([ids[:-1]]))
+        token = rms(whole.model.embed_tokens(torch.tensor([ids[1:]])), part["enorm.weight"])
+        hidden = rms(streams[0], part["hnorm.weight"]) @ part["h_proj.weight"].T
+        joined = hidden + (token @ part["e_proj.weight"].T).unsqueeze(2)
+        expected = whole.lm_head(rms(alone_layer(with_drafts, whole, part, joined), part["norm.weight"]))[0]
+    assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+
+
+def alone_layer(model: Path, whole: Any, part: dict[str, torch.Tensor], streams: torch.Tensor) -> torch.Tensor:
+    """Run a layer of multi-token prediction as a model of one layer, from given streams, up to the last norm."""
+    config = copy.deepcopy(whole.config)
+    config.num_hidden_layers, config.layer_types, config.mlp_layer_types = 1, ["sliding_attention"], ["moe"]
+    layer = type(whole)(config).eval()
+    saved = {f"layers.0.{name}": x for name, x in part.items() if name.startswith(("attn", "ffn", "hc_attn", "hc_ffn"))}
+    saved |= {name: x for name, x in part.items() if name.startswith("hc_head")}
+    kept = load_file(model / "model.safetensors")
+    saved |= {name: kept[name] for name in ("embed.weight", "head.weight", "norm.weight")}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        save_file(saved, Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        layer = type(whole).from_pretrained(folder, dtype=torch.float32).eval()
+    mixed: list[torch.Tensor] = []
+    layer.model.hc_head.register_forward_hook(lambda _, args, out: mixed.append(out))
+    layer.model.layers[0].register_forward_pre_hook(lambda _, args: (streams, *args[1:]))
+    layer(torch.zeros(1, streams.shape[1], dtype=torch.int64))
+    return mixed[0]
+
+
+def test_releases_with_another_drafter(with_drafts: Path, tmp_path: Path) -> None:
+    """DSpark has three layers. They are skipped, and asking for drafts is refused."""
+    directory = shutil.copytree(with_drafts, tmp_path / "dspark")
+    edit_tensors(directory, add={f"mtp.{i}.main_proj.weight": torch.zeros(2, 2) for i in range(3)})
+    edit_config(directory, dspark_block_size=5)
+    assert "mtp.2.main_proj.weight" in open_checkpoint(directory, load_model_config(directory)).skipped
+    with pytest.raises(ValueError, match="this model has no layer for multi-token prediction"):
+        served_model(EngineConfig(model_path=str(directory), speculate="mtp"))
+
+
+def test_drafts_need_rows_of_their_own(with_drafts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without spare rows in the slots, refused drafts overwrite keys that are still needed."""
+    common: dict[str, Any] = {"max_num_seqs": 2, "max_batch_tokens": 160, "prefill_chunk": 128}
+    with Rank(with_drafts, **common) as rank:
+        expected = rank.run(requests())[0]
+    drafting = {"speculate": "mtp", "draft_tokens": 3, **common}
+    with Rank(with_drafts, **drafting) as rank:
+        found, stats = rank.run(requests())
+        assert found == expected
+        assert 0.2 < stats.accepted[0] / stats.drafts[0] < 1
+    monkeypatch.setattr(compressed, "SPARE", 0)
+    with Rank(with_drafts, **drafting) as rank:
+        assert rank.run(requests())[0] != expected
 
 
 PARTS = ("first", "second", "third")

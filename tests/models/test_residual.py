@@ -25,6 +25,9 @@ class Mixed:
     def site(self, weights: Any) -> torch.Tensor:
         return weights["norm"]
 
+    def last(self, weights: Any) -> tuple[torch.Tensor, Any]:
+        return weights["norm"], lambda rows: rows
+
     def begin(self, rows: torch.Tensor, plan: Any) -> "MixedResidual":
         return MixedResidual(self._backend, self._eps, rows[:, None].repeat(1, STREAMS, 1), plan, self._shares)
 

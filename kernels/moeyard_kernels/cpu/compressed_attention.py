@@ -73,14 +73,12 @@ class CpuCompressed:
     def _prompt(self, rows: "_Rows", part: PromptSegment, plan: CpuPlan) -> torch.Tensor:
         """Return [rows of the part, Hq, D], and update the sequence's state."""
         layer, here = self._layer, slice(part.begin, part.end)
-        recent = _before(part, layer.recent)
         keys = rows.keys[here]
         if part.start:
-            keys = torch.cat((recent, keys))
+            keys = torch.cat((_rows_before(part, layer.recent, layer.window), keys))
         entries = []
         if layer.pending is not None and rows.compressed is not None:
-            pending = _before(part, layer.pending)
-            entries = self._pool_prompt(rows.compressed[here], pending, part, plan)
+            entries = self._pool_prompt(rows.compressed[here], layer.pending, part, plan)
             _keep_last(layer.pending, rows.compressed[here, : layer.pending.shape[2]], part)
         out = self._attend_prompt(rows.of(here), keys, entries, part.start)
         # The keys before the chunk are read above, and overwritten here.
@@ -98,8 +96,7 @@ class CpuCompressed:
             blocks = compressed[: num_blocks * ratio, column : column + width].unflatten(0, (num_blocks, ratio))
             if num_blocks:
                 if pooling.overlaps:
-                    # A chunk begins at a multiple of the pending rows, so the block before is their last one.
-                    earlier = pending[-ratio:, column : column + width]
+                    earlier = _rows_before(part, pending, ratio)[:, column : column + width]
                     earlier = earlier if part.start else _no_block(earlier)
                     blocks = torch.cat((torch.cat((earlier.unsqueeze(0), blocks[:-1])), blocks), 1)
                 places = plan.entries[part.begin + ratio - 1 : part.end : ratio] // pooling.granule
@@ -192,14 +189,14 @@ class CpuCompressed:
         """Return [B, Hq, D] for one position of each of B sequences, and update their state."""
         layer = self._layer
         at = plan.positions.index_select(0, of_wave)
-        layer.recent[slots, at % layer.window] = rows.keys
+        layer.recent[slots, at % layer.recent.shape[1]] = rows.keys
         table = plan.table[of_wave - plan.num_prompt]
         if layer.pending is not None and rows.compressed is not None:
             layer.pending[slots, at % layer.pending.shape[1]] = rows.compressed[:, : layer.pending.shape[2]]
             self._pool_output(at, slots, table, plan.page_size)
         # The window in the order of positions, in 128 / 64 blocks per row.
         shown = at.unsqueeze(1) + torch.arange(1 - layer.window, 1)
-        keys = layer.recent[slots.unsqueeze(1), shown % layer.window].float().view(-1, BLOCK, layer.head_dim)
+        keys = layer.recent[slots.unsqueeze(1), shown % layer.recent.shape[1]].float().view(-1, BLOCK, layer.head_dim)
         hidden = (shown < 0).view(-1, BLOCK)
         per_row = layer.window // BLOCK
         row_of_block = torch.arange(len(at)).repeat_interleave(per_row)
@@ -341,14 +338,19 @@ def _best(scores: torch.Tensor, hidden: torch.Tensor, top_k: int) -> torch.Tenso
 
 
 def _before(part: PromptSegment, slots: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the state that a chunk begins with."""
-    return slots[part.restored if part.restored >= 0 else part.slot].clone()
+    """Return the state that a chunk begins with, at any position but 0."""
+    return slots[part.restored if part.restored >= 0 else part.slot]
+
+
+def _rows_before(part: PromptSegment, slots: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the rows of the last `count` positions before a chunk."""
+    return _before(part, slots)[torch.arange(part.start - count, part.start) % slots.shape[1]]
 
 
 def _keep_last(slots: torch.Tensor, rows: torch.Tensor, part: PromptSegment) -> None:
     """Write the last rows of a chunk into its slot, and into those of its snapshots: position p at row p % size."""
     size = slots.shape[1]
-    state = torch.zeros_like(slots[part.slot]) if not part.start else _before(part, slots)
+    state = _before(part, slots).clone() if part.start else torch.zeros_like(slots[part.slot])
     begin = part.begin
     for end, slot in part.parts:
         some = rows[max(begin, end - size) - part.begin : end - part.begin]

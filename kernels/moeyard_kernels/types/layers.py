@@ -160,10 +160,11 @@ class CompressedLayer:
 
     A query sees the last `window` positions, and with `pooling` the compressed entries of earlier blocks. rope
     [positions, Dr]: cos, then sin, of the last Dr values of a head in pairs (2 i, 2 i + 1). sink [Hq] fp32: a logit per
-    head without a value. o_a [G, R, Hq D / G]: the first output projection of each group of heads. recent [num_slots,
-    window, D]: the keys of the last positions, position p in row p % window. compress [C', H] fp32: values and gates of
-    `pooling`, those of the indexer, and the weights of its heads. pending [num_slots, rows, C''] fp32: values and gates
-    of the last positions, position p in row p % rows.
+    head without a value. o_a [G, R, Hq D / G]: the first output projection of each group of heads. compress [C', H]
+    fp32: values and gates of `pooling`, those of the indexer, and the weights of its heads.
+
+    State, with position p in row p % rows: recent [num_slots, rows, D], the keys of the last positions, and pending
+    [num_slots, rows, C''] fp32, the values and gates of the last positions. Both have more rows than a query reads.
     """
 
     num_heads: int

@@ -44,6 +44,7 @@ class SchedulerConfig:
     num_state_slots: most sequences with state in slots, 0 if the model has no such state. Each has `state_ring` slots.
     num_snapshots: slots for snapshots of such state. Without them, prefixes are not reused.
     chunk_alignment: every prompt chunk but the last ends at a multiple of this.
+    by_position: whether a slot holds rows by position (`StateSpec`).
     compressible: whether requests may have `kv_compression`.
     routing_bytes: bytes of the experts that one position chooses in all layers, 0 if they are not kept.
     """
@@ -66,6 +67,7 @@ class SchedulerConfig:
     num_state_slots: int = 0
     num_snapshots: int = 0
     chunk_alignment: int = 1
+    by_position: bool = False
     compressible: bool = True
     routing_bytes: int = 0
 
@@ -93,8 +95,11 @@ class SchedulerConfig:
 
     @property
     def state_ring(self) -> int:
-        """State slots of one sequence. A step stores the state after each row, because drafts may be rejected."""
-        return 1 + self.num_drafts
+        """State slots of one sequence.
+
+        Without rows by position, a step stores the state after each row, because drafts may be rejected.
+        """
+        return 1 if self.by_position else 1 + self.num_drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Keys are read in blocks of this many positions.
 BLOCK = 64
+# Rows of a slot for positions of drafts, beside those that are needed: as many as a step's rows of one sequence.
+SPARE = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +105,7 @@ class Compressed:
 
     def state(self) -> LayerState:
         """Entries in pages; the window's keys, and values and gates of blocks that are not complete, in slots."""
-        slots = {"recent": SlotArray(shape=(self.window, self.head_dim), fp32=False)}
+        slots = {"recent": SlotArray(shape=(self.window + SPARE, self.head_dim), fp32=False)}
         paged = {}
         if self.ratio:
             granule = min(self.ratio, GRANULE)
@@ -112,9 +114,9 @@ class Compressed:
             if self.indexer is not None:
                 reach = 2 * self.ratio
                 paged["index"] = PagedArray(heads=None, width=self.indexer.head_dim // granule)
-            slots["pending"] = SlotArray(shape=(reach, columns), fp32=True)
+            slots["pending"] = SlotArray(shape=(reach + SPARE, columns), fp32=True)
         aligned = math.lcm(BLOCK, self.window, self.ratio or 1)
-        return LayerState(paged=paged, slots=slots, chunk_alignment=aligned, compressible=False)
+        return LayerState(paged=paged, slots=slots, chunk_alignment=aligned, by_position=True, compressible=False)
 
     def footprint(self, footprints: Footprints) -> Footprint:
         return footprints.compressed(

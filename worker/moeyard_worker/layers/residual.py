@@ -2,12 +2,12 @@
 
 A block (attention, MLP, experts) reads normalised rows and returns its result; it never sees the residual. A model has
 one kind of residual (`Streams`), which creates a `Residual` in every step. A site is the place before a block and holds
-the weights that the residual needs there. The last site is before the head.
+the weights that the residual needs there. The last site is behind the last block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,14 +32,24 @@ class Residual(Protocol):
         """Take a block's result, rows [num_rows, H] or unreduced parts; return the rows that `site` reads."""
 
 
+# Maps hidden states [M, H] or [M, S H] to the rows [M, H] that the head reads.
+Head = Callable[["torch.Tensor"], "torch.Tensor"]
+
+
 class Streams(Protocol):
     """A model's kind of residual."""
 
     def site(self, weights: Mapping[str, torch.Tensor]) -> Any:
         """Return a site made of the weights that the model's spec names for it."""
 
+    def last(self, weights: Mapping[str, torch.Tensor]) -> tuple[Any, Head]:
+        """Return the site behind the last block, and the way from its rows to those that the head reads.
+
+        The site's rows are the hidden states. They are all that a head and a layer of multi-token prediction need.
+        """
+
     def begin(self, rows: torch.Tensor, plan: StepPlan) -> Residual:
-        """Return the residual of a step, which begins as rows [num_rows, H]."""
+        """Return the residual of a step, which begins as rows [num_rows, H] or streams [num_rows, S, H]."""
 
 
 class AddNormStreams:
@@ -51,6 +61,10 @@ class AddNormStreams:
     def site(self, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the weight of the norm, [H]."""
         return weights["norm"]
+
+    def last(self, weights: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, Head]:
+        """Hidden states are normalised, as the head reads them."""
+        return weights["norm"], lambda rows: rows
 
     def begin(self, rows: torch.Tensor, plan: StepPlan) -> AddNormResidual:
         return AddNormResidual(self._backend, self._eps, rows, plan)
@@ -108,8 +122,22 @@ class HyperStreams:
             )
         )
 
+    def last(self, weights: Mapping[str, Any]) -> tuple[AllStreams, Head]:
+        """Hidden states are all streams. The head reads a weighted sum of them, normalised."""
+        site, shape = self.site(weights), (self._config.streams, -1)
+        return AllStreams(), lambda rows: site.enter(rows.unflatten(1, shape))[0]
+
     def begin(self, rows: torch.Tensor, plan: StepPlan) -> HyperResidual:
-        return HyperResidual(self._backend, rows.unsqueeze(1).repeat(1, self._config.streams, 1), plan)
+        if rows.dim() == 2:
+            rows = rows.unsqueeze(1).repeat(1, self._config.streams, 1)
+        return HyperResidual(self._backend, rows, plan)
+
+
+class AllStreams:
+    """The site behind the last block: its rows [num_rows, S H] are all streams."""
+
+    def enter(self, streams: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return streams.flatten(1), None
 
 
 class HyperResidual:

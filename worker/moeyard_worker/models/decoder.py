@@ -134,7 +134,7 @@ class Decoder:
         # A layer of multi-token prediction may follow the model's. A `Drafter` runs it.
         self._layers, self.more_layers = layers[: config.num_layers], layers[config.num_layers :]
         # Each layer with the site behind it: that of the next layer, or of the head.
-        head_site = self.streams.site(load_all(load, spec.head_site))
+        head_site, self._to_head = self.streams.last(load_all(load, spec.head_site))
         self._walk = [*zip(self._layers, [*(layer.site for layer in self._layers[1:]), head_site], strict=True)]
         kind = [(config.attention[i], type(layer.block)) for i, layer in enumerate(self._layers)]
         self._one_of_each = [step for i, step in enumerate(self._walk) if kind[i] not in kind[:i]]
@@ -148,7 +148,7 @@ class Decoder:
         return self.sampled(self.hidden(plan), plan, out)
 
     def hidden(self, plan: StepPlan) -> torch.Tensor:
-        """Return the rows [num_rows, H] of the step that the head reads."""
+        """Return the hidden states of the step's rows, [num_rows, H] or with S streams [num_rows, S H]."""
         if not plan.num_tokens:
             empty = self._embed.new_empty(0, self._embed.shape[1])
             for layer, _ in self._walk:
@@ -174,7 +174,11 @@ class Decoder:
         return self._embed.index_select(0, token_ids)
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
-        """Return logits [M, V] of `hidden` rows x [M, H], in their dtype. A row's bits do not depend on the others."""
+        """Return logits [M, V] of the `hidden` rows x, in their dtype. A row's bits do not depend on the others."""
+        return self.logits(self._to_head(x))
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits [M, V] of rows x [M, H] in front of the head."""
         return self._backend.linear(x, self._lm_head)
 
     def sampled(self, x: torch.Tensor, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -39,6 +39,9 @@ def _prepare(config: Fields) -> Fields:
         # The authors' code does not scale cos and sin. The share of rotated values is `qk_rope_head_dim`.
         values["rope_scaling"] = {**values["rope_scaling"], "attention_factor": 1.0, "partial_rotary_factor": 1.0}
     values.pop("partial_rotary_factor", None)
+    if values.get("dspark_block_size") is not None:
+        # Another drafter takes the place of the layer of multi-token prediction.
+        values["num_nextn_predict_layers"] = 0
     quantised = values.get("quantization_config")
     if isinstance(quantised, dict) and values.get("expert_dtype") is not None:
         values["quantization_config"] = {**quantised, "expert_dtype": values["expert_dtype"]}
@@ -73,7 +76,8 @@ def _hash_layers(config: Fields) -> tuple[int, ...]:
     return tuple(i for i, kind in enumerate(kinds) if kind == _HASH)
 
 
-def _attention(config: Fields) -> tuple[Compressed, ...]:
+def _attention(config: Fields) -> dict[int, Compressed]:
+    """Return the attention of each kind of layer, by its positions per entry."""
     heads, dim, groups = (config.integer(key) for key in ("num_attention_heads", "head_dim", "o_groups"))
     config.require("num_key_value_heads", (1,), 1)
     config.require("attention_bias", (False,), False)
@@ -103,7 +107,7 @@ def _attention(config: Fields) -> tuple[Compressed, ...]:
         head_dim=index_dim,
         top_k=config.integer("index_topk", maximum=MAX_POSITIONS),
     )
-    kinds = {
+    return {
         ratio: Compressed(
             num_heads=heads,
             head_dim=dim,
@@ -118,7 +122,6 @@ def _attention(config: Fields) -> tuple[Compressed, ...]:
         )
         for ratio in _KINDS.values()
     }
-    return tuple(kinds[ratio] for ratio in _ratios(config))
 
 
 def _parse(config: Fields) -> Mapping[str, Any]:
@@ -134,8 +137,10 @@ def _parse(config: Fields) -> Mapping[str, Any]:
         renormalize=True,
         scaling=config.number("routed_scaling_factor"),
     )
+    kinds = _attention(config)
     return {
-        "attention": _attention(config),
+        "attention": tuple(kinds[ratio] for ratio in _ratios(config)),
+        "draft_attention": kinds[0],
         "gate": GateConfig(rule=rule, bias=True, fp32_logits=True),
         "intermediate_size": width,
         "moe_layers": tuple(range(num_layers)),
@@ -152,6 +157,7 @@ def _parse(config: Fields) -> Mapping[str, Any]:
     }
 
 
+_DSPARK = "part of the drafter DSpark, which is not supported"
 _HUB = Names(
     embed="embed.weight",
     norm="norm.weight",
@@ -167,8 +173,10 @@ _HUB = Names(
     expert=("w1", "w3", "w2"),
     shared_expert=("w1", "w3", "w2"),
     draft_layer="mtp.{i}.",
-    draft_parts="mtp.",
+    draft_parts="mtp.0.",
     drafts_apart=True,
+    draft_norm="norm.weight",
+    skipped=tuple((f"mtp.{i}.", _DSPARK) for i in (1, 2)),
 )
 # Files that transformers has written.
 _SAVED = replace(

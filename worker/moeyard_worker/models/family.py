@@ -54,6 +54,9 @@ class Names:
     token_norm: str = "enorm.weight"
     hidden_norm: str = "hnorm.weight"
     join: str = "eh_proj.weight"
+    token_join: str = "e_proj.weight"
+    hidden_join: str = "h_proj.weight"
+    draft_hyper: str = "hc_head_"
     draft_norm: str = "shared_head.norm.weight"
     copies: tuple[str, str] = ("embed_tokens.weight", "shared_head.head.weight")
     norms_less_one: bool = False

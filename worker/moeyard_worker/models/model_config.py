@@ -42,6 +42,8 @@ class ModelConfig:
     weights: the format of the stored weights.
     swiglu_limit: of the gates and ups of all experts, see `ops.silu_mul`.
     hyper: the connections of several residual streams; None for one stream.
+    draft_attention: the attention of a layer of multi-token prediction, if it is not that of the last layer without
+        state per sequence.
     num_mtp_layers: layers of multi-token prediction. With `drafts` the first of them is served as layer `num_layers`,
         and `attention` and `moe_layers` include it.
     """
@@ -70,6 +72,7 @@ class ModelConfig:
     hash_layers: tuple[int, ...] = ()
     swiglu_limit: float | None = None
     hyper: HyperConfig | None = None
+    draft_attention: Attention | None = None
 
     def for_length(self, length: int | None) -> "ModelConfig":
         """Return the config with the rotation for sequences of up to `length` tokens, if the rotation depends on it.
@@ -87,18 +90,20 @@ class ModelConfig:
     def with_drafts(self) -> "ModelConfig":
         """Return the config that also serves the first layer of multi-token prediction. Raises ValueError without one.
 
-        Its attention is that of the last layer without state per sequence, and it has experts (DeepSeek-V3, arXiv
-        2412.19437, section 2.2; for Qwen3-Next as in vLLM).
+        Without `draft_attention` it has that of the last layer without state per sequence. It has experts (DeepSeek-V3,
+        arXiv 2412.19437, section 2.2; for Qwen3-Next as in vLLM).
         """
         if not self.num_mtp_layers:
             raise ValueError(
                 "this model has no layer for multi-token prediction (config.json: num_nextn_predict_layers, for some "
                 "families mtp_num_hidden_layers)"
             )
-        full = next(kind for kind in reversed(self.attention) if not kind.state().slots)
+        kind = self.draft_attention
+        if kind is None:
+            kind = next(kind for kind in reversed(self.attention) if not kind.state().slots)
         return replace(
             self,
-            attention=(*self.attention, full),
+            attention=(*self.attention, kind),
             moe_layers=(*self.moe_layers, self.num_layers),
             drafts=True,
         )

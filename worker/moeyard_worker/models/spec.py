@@ -50,12 +50,13 @@ class LayerSpec:
 class DraftSpec:
     """The weights that only a layer of multi-token prediction has.
 
-    `join` [H, 2 H] joins the normed embedding and the normed hidden state. Embedding and head are the model's.
+    `joins`: "join" [H, 2 H] for the normed embedding and the normed hidden state, or "token" and "hidden" [H, H] for
+    the two. Embedding and head are the model's.
     """
 
     token_norm: Weight
     hidden_norm: Weight
-    join: Weight
+    joins: Mapping[str, Weight]
     head_site: Mapping[str, Weight]
 
 
@@ -88,7 +89,7 @@ class ModelSpec:
         if self.lm_head is not None:
             yield self.lm_head
         if self.draft is not None:
-            yield from (self.draft.token_norm, self.draft.hidden_norm, self.draft.join)
+            yield from (self.draft.token_norm, self.draft.hidden_norm, *self.draft.joins.values())
             yield from self.draft.head_site.values()
 
     def form(self, each: Weight, dtype: str) -> WeightForm:
@@ -177,11 +178,19 @@ def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
 
 def _draft(config: ModelConfig, names: Names) -> DraftSpec:
     at, hidden, less_one = names.draft_parts.format(i=config.num_layers), config.hidden_size, names.norms_less_one
+    if config.hyper is None:
+        joins = {"join": matrix(at + names.join, hidden, 2 * hidden)}
+    else:
+        joins = {"token": matrix(at + names.token_join, hidden, hidden)}
+        joins["hidden"] = matrix(at + names.hidden_join, hidden, hidden)
     return DraftSpec(
         token_norm=norm(at + names.token_norm, hidden, less_one=less_one),
         hidden_norm=norm(at + names.hidden_norm, hidden, less_one=less_one),
-        join=matrix(at + names.join, hidden, 2 * hidden),
-        head_site={"norm": norm(at + names.draft_norm, hidden, less_one=less_one)},
+        joins=joins,
+        head_site={
+            "norm": norm(at + names.draft_norm, hidden, less_one=less_one),
+            **_connections(config, at + names.draft_hyper, before_block=False),
+        },
     )
 
 

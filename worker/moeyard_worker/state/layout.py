@@ -41,12 +41,14 @@ class LayerState:
     """One layer's arrays by name.
 
     chunk_alignment: all prompt chunks but the last end at a multiple of this many positions.
+    by_position: slots hold rows by position, with room for drafts. So rejected drafts overwrite nothing that is needed.
     compressible: whether a part of a prompt's positions may be kept (`kv_compression`).
     """
 
     paged: dict[str, PagedArray]
     slots: dict[str, SlotArray]
     chunk_alignment: int = 1
+    by_position: bool = False
     compressible: bool = True
 
     def bytes_per_token(self, itemsize: int) -> int:
@@ -71,5 +73,6 @@ def state_spec(layers: Iterable[LayerState], itemsize: int) -> StateSpec:
         bytes_per_sequence=sum(state.bytes_per_sequence(itemsize) for state in states),
         chunk_alignment=math.lcm(*(state.chunk_alignment for state in states)),
         prefix_reusable=not any(state.slots for state in states),
+        by_position=all(state.by_position for state in states if state.slots),
         compressible=all(state.compressible for state in states),
     )

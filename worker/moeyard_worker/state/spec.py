@@ -13,6 +13,7 @@ class StateSpec:
         which computes prompts in chunks, and 1 if any cut gives the same bits.
     prefix_reusable: whether pages alone hold the state of a prefix. Otherwise a prefix needs a snapshot of
         `bytes_per_sequence` as well.
+    by_position: whether one slot per sequence serves drafts too. Otherwise a step stores the state behind each row.
     compressible: whether a part of a prompt's positions may be kept. Entries for several positions cannot be cut.
     """
 
@@ -20,4 +21,9 @@ class StateSpec:
     bytes_per_sequence: int = 0
     chunk_alignment: int = 1
     prefix_reusable: bool = True
+    by_position: bool = False
     compressible: bool = True
+
+    def slots_per_sequence(self, num_drafts: int) -> int:
+        """Return the number of slots of one sequence, with up to `num_drafts` drafts per step."""
+        return 1 if self.by_position else 1 + num_drafts

@@ -28,15 +28,18 @@ def local_runner(
     policy: str = "slru",
     num_state_slots: int = 8,
     gguf: str | None = None,
+    drafts: bool = False,
 ) -> Runner:
     """Return the runner of a fleet of one rank. `num_slots`: the number of expert slots (None: one for each expert).
 
-    `gguf`: a GGUF file with the weights of the model that `directory` describes.
+    `gguf`: a GGUF file with the weights of the model that `directory` describes. `drafts`: with its layer of
+    multi-token prediction.
 
     The longest sequence fills `num_pages`. `num_state_slots`: slots of state per sequence, if the model keeps such
     state. Raises CheckpointError.
     """
     config = load_model_config(directory, num_pages * page_size, gguf=gguf is not None)
+    config = config.with_drafts() if drafts else config
     checkpoint = open_checkpoint(directory, config, gguf)
     backend = cpu_backend(page_size) if backend is None else backend
     weights = CheckpointWeights(checkpoint, backend=backend, dtype=dtype)

@@ -203,7 +203,7 @@ class Worker:
             experts=experts,
             dtype=self._dtype,
             num_pages=plan.num_pages,
-            num_state_slots=num_state_slots * (1 + config.num_drafts) + plan.num_snapshots,
+            num_state_slots=num_state_slots * state.slots_per_sequence(config.num_drafts) + plan.num_snapshots,
             routing=routing,
         )
         experts.preload(self._advance)
@@ -230,6 +230,7 @@ class Worker:
                 num_state_slots=num_state_slots,
                 num_snapshots=plan.num_snapshots,
                 chunk_alignment=state.chunk_alignment,
+                by_position=state.by_position,
                 compressible=state.compressible,
                 routing_bytes=0 if routing is None else routing.row_bytes,
             )

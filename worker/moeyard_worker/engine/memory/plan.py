@@ -126,7 +126,7 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
 
     Values per row, in fp32:
 
-    - residual, its norm, a block's input and output: 4 H
+    - residual, its norm, a block's input and output: 4 H; with S streams instead of the residual, 4 S H more
     - the larger of attention (`Footprint.per_row`) and MLP, which is gate, up, activation and product: 4 I
     - the experts' outputs, sorted and in place: 2 K H
     - with peers, the gathered rows, in a buffer that grows by doubling, and frames in both directions: 4 W H
@@ -150,7 +150,8 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
         if config.exchange == "nccl":
             room += hidden * (peers * 2 * (model.top_k + 1) + 2 * model.top_k)
         moved = max(moved, room * DTYPE_BYTES[model.served_dtype(config.dtype)] // _FP32)
-    row = (7 if model.drafts else 4) * hidden + max(attention, 4 * wide + moved)
+    streams = 1 if model.hyper is None else 1 + model.hyper.streams
+    row = (7 if model.drafts else 4) * streams * hidden + max(attention, 4 * wide + moved)
     sampled = config.max_num_seqs * (1 + config.num_drafts)
     logits = model.vocab_size * (2 * _FP32 * (sampled + SCORED_ROWS) + 64)
     if config.num_drafts and config.device != "cpu":
@@ -226,7 +227,7 @@ def plan_memory(
         margin=int(available * MARGIN_SHARE),
     )
     state = model.state_spec(itemsize)
-    slots_bytes = config.max_num_seqs * (1 + config.num_drafts) * state.bytes_per_sequence
+    slots_bytes = config.max_num_seqs * state.slots_per_sequence(config.num_drafts) * state.bytes_per_sequence
     held = resident_bytes + slots_bytes
     free = available - held - reserve.total
     if free <= 0:
@@ -305,7 +306,7 @@ def plan_memory(
         resident_bytes=held,
         reasons=(
             *reasons,
-            *_slot_reasons(config, slots_bytes, num_snapshots, snapshot_bytes),
+            *_slot_reasons(config, slots_bytes, num_snapshots, snapshot_bytes, by_position=state.by_position),
             f"{num_pages} KV pages, {format_size(kv)}, for sequences of up to {max_model_len} tokens",
             f"{slots} of {num_local_experts} experts in slots, {format_size(held_bytes)}"
             + (f", and all in {format_size(host_bytes)} of pinned host memory" if host_bytes else ""),
@@ -313,11 +314,13 @@ def plan_memory(
     )
 
 
-def _slot_reasons(config: EngineConfig, num_bytes: int, num_snapshots: int, snapshot_bytes: int) -> Iterator[str]:
+def _slot_reasons(
+    config: EngineConfig, num_bytes: int, num_snapshots: int, snapshot_bytes: int, *, by_position: bool
+) -> Iterator[str]:
     """Yield the reasons for the division of state per sequence, if there is any."""
     if not num_bytes:
         return
-    behind = f", behind each of {1 + config.num_drafts} rows" if config.num_drafts else ""
+    behind = f", behind each of {1 + config.num_drafts} rows" if config.num_drafts and not by_position else ""
     yield f"state of {config.max_num_seqs} sequences{behind}, {format_size(num_bytes)}"
     if num_snapshots:
         yield f"{num_snapshots} snapshots of it behind prompts, {format_size(snapshot_bytes)} of KV memory"

@@ -26,13 +26,23 @@ from moeyard_worker.scheduling.step import Chunk, Step
 
 
 class Speculation:
-    """Makes drafts with `drafter` for `model`, in steps planned by `backend`, over the model's `exchange`."""
+    """Makes drafts with `drafter` for `model`, in steps planned by `backend`, over the model's `exchange`.
+
+    `slots`: whether the drafting layer keeps state per sequence. It does so only if the slot holds rows by position.
+    """
 
     def __init__(
-        self, drafter: Drafter, *, model: Decoder, backend: Backend, exchange: Exchange, eos_token_ids: tuple[int, ...]
+        self,
+        drafter: Drafter,
+        *,
+        model: Decoder,
+        backend: Backend,
+        exchange: Exchange,
+        eos_token_ids: tuple[int, ...],
+        slots: bool,
     ) -> None:
         self.drafter, self._model, self._backend, self._exchange = drafter, model, backend, exchange
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids, self._slots = eos_token_ids, slots
 
     def warm(self, plan: StepPlan) -> None:
         """Launch the model over prompts, and the first pass after it."""
@@ -67,7 +77,7 @@ class Speculation:
         for number in range(2, num_passes + 1):
             kept = [i for i, tail in enumerate(going) if tail.wants(number, self._backend.page_size)]
             x, going = _rows(x, kept), [going[i] for i in kept]
-            plan = self._backend.plan(Step(decode=tuple(tail.chunk(number) for tail in going)))
+            plan = self._backend.plan(Step(decode=tuple(tail.chunk(number, slots=self._slots) for tail in going)))
             padded = x.new_zeros(plan.num_rows, x.shape[1])
             padded[: len(going)] = x
             x = self.drafter.forward(plan.token_ids, padded, plan)[: len(going)]
@@ -81,7 +91,7 @@ class Speculation:
             return
         self._exchange.steps.drain()
         rows = [tail.row_of_next() for tail in going]
-        found = choose(self._backend, self._model.head(x).float(), rows, self._eos_token_ids)
+        found = choose(self._backend, self.drafter.head(x).float(), rows, self._eos_token_ids)
         for tail, (token_id, _) in zip(going, found, strict=True):
             tail.drafts.append(token_id)
 
@@ -121,8 +131,8 @@ class _Tail:
         mask = mask_of(self._request, output)
         return SampledRow(params=self._params, prompt=self._prompt, output=output, mask=mask)
 
-    def chunk(self, number: int) -> Chunk:
-        """Return the row of pass `number`, which reads the draft before. The layer keeps no state per sequence."""
+    def chunk(self, number: int, *, slots: bool) -> Chunk:
+        """Return the row of pass `number`, which reads the draft before. `slots`: as in `Speculation`."""
         pages, dropped = self._chunk.behind
         return Chunk(
             key=self._chunk.key,
@@ -132,6 +142,7 @@ class _Tail:
             prompt=False,
             num_sampled=1,
             dropped=dropped,
+            state_slot=self._chunk.state_slot if slots else -1,
         )
 
 

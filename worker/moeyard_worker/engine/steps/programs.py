@@ -160,10 +160,11 @@ class StepPrograms:
 
     def _draw(self, step: StepState, drawn: bool, number: int, x: torch.Tensor) -> None:
         size, drafts = step.inputs.size, step.drafts[drawn]
+        assert self._drafter is not None, "drafts need a layer that makes them"
         assert drafts.end is not None, "the first draft comes first"
         arguments: dict[str, Any] = {}
         if drawn:
             arguments = {**self._sampler.params_of(size.sequences, size.queries), "positions": drafts.end + number}
-        token = self._backend.sample(self._model.head(x).float(), **arguments).ids
+        token = self._backend.sample(self._drafter.head(x).float(), **arguments).ids
         drafts.states[number], drafts.tokens[number] = x, token
         self.tails.state[: size.sequences, 1 + number] = token

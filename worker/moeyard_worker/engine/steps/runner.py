@@ -95,7 +95,12 @@ class Runner:
             if spec.draft is not None:
                 drafter = Drafter(spec.draft, model.more_layers[0], model=model, backend=backend, load=load)
                 self.speculation = Speculation(
-                    drafter, model=model, backend=backend, exchange=exchange, eos_token_ids=config.eos_token_ids
+                    drafter,
+                    model=model,
+                    backend=backend,
+                    exchange=exchange,
+                    eos_token_ids=config.eos_token_ids,
+                    slots=bool(config.attention[-1].state().slots),
                 )
 
     @torch.inference_mode()
