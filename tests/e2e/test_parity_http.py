@@ -18,12 +18,13 @@ from moeyard_worker.engine.assembly.verify import reference_model
 
 NUM_TOKENS = 64
 PROMPT_LENGTHS = (1, 2, 15, 16, 33, 64, 97, 150)
-# Four families have 16 experts, so 3 ranks have 6, 5 and 5. The others have 8: 3, 3 and 2. Mixtral's window is shorter
+# Five families have 16 experts, so 3 ranks have 6, 5 and 5. The others have 8: 3, 3 and 2. Mixtral's window is shorter
 # than all prompts but three, and than every final context.
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"n_routed_experts": 16},
     "kimi_k2": {"n_group": 1, "topk_group": 1, "rope_parameters": {**YARN, "mscale_all_dim": 1.0}},
     "deepseek_v2": {},
+    "deepseek_v4": {"n_routed_experts": 16},
     "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 3, "mlp_only_layers": [1]},
     "qwen3_next": {"num_experts": 16, "num_experts_per_tok": 3},
     "qwen3_5_moe": {"fused_experts": True},
@@ -38,6 +39,7 @@ SEEDS = {
     "deepseek_v3": 1,
     "kimi_k2": 1,
     "deepseek_v2": 1,
+    "deepseek_v4": 0,
     "qwen3_moe": 3,
     "qwen3_next": 3,
     "qwen3_5_moe": 0,
@@ -57,29 +59,33 @@ def prompts() -> list[list[int]]:
 
 
 def generate(directory: Path, family: str) -> list[list[int]]:
-    """Return transformers' greedy tokens for every prompt, computed as one batch padded on the left."""
+    """Return transformers' greedy tokens for every prompt, computed as one batch padded on the left.
+
+    transformers compresses the padding of DeepSeek-V4 too, so its prompts run one by one.
+    """
     torch.set_num_threads(1)
     model = reference_model(directory, family, dtype=torch.float32)
-    longest = max(PROMPT_LENGTHS)
-    rows = [([0] * (longest - len(ids)) + ids, [0] * (longest - len(ids)) + [1] * len(ids)) for ids in prompts()]
-    ids, mask = (torch.tensor(part) for part in zip(*rows, strict=True))
     model.generation_config.eos_token_id = None
-    with torch.inference_mode():
-        out = model.generate(
-            ids,
-            attention_mask=mask,
-            do_sample=False,
-            max_new_tokens=NUM_TOKENS,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-    best = torch.stack(out.logits).topk(2).values  # [tokens, prompts, 2]
-    lead = float((best[..., 0] - best[..., 1]).min())
-    assert lead > MIN_LEAD, f"{family}: two logits are {lead:.1e} apart; choose another seed for its checkpoint"
-    tokens = out.sequences[:, longest:]
-    assert tokens.shape == (len(PROMPT_LENGTHS), NUM_TOKENS)
-    answers = [[int(token) for token in row] for row in tokens]
+    answers: list[list[int]] = []
+    for batch in [[ids] for ids in prompts()] if family == "deepseek_v4" else [prompts()]:
+        longest = max(map(len, batch))
+        rows = [([0] * (longest - len(ids)) + ids, [0] * (longest - len(ids)) + [1] * len(ids)) for ids in batch]
+        ids, mask = (torch.tensor(part) for part in zip(*rows, strict=True))
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=NUM_TOKENS,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        best = torch.stack(out.logits).topk(2).values  # [tokens, prompts, 2]
+        lead = float((best[..., 0] - best[..., 1]).min())
+        assert lead > MIN_LEAD, f"{family}: two logits are {lead:.1e} apart; choose another seed for its checkpoint"
+        answers += [[int(token) for token in row] for row in out.sequences[:, longest:]]
+    assert {len(answer) for answer in answers} == {NUM_TOKENS}
     distinct = sum(len(set(answer)) for answer in answers) / len(answers)
     assert distinct >= MIN_DISTINCT, f"{family}: {distinct} different tokens per answer; choose another seed"
     return answers

@@ -581,8 +581,9 @@ PARTLY_ODD = {"kv_lora_rank": 40, "qk_nope_head_dim": 16, "v_head_dim": 16}
         ("kimi_linear", {}),
         ("mixtral", {"tie_word_embeddings": True}),
         ("olmoe", {}),
+        ("deepseek_v4", {}),
     ],
-    ids=["deepseek_v3", "bias", "odd", "partly_odd", "qwen3_moe", "qwen3_next", "kimi", "mixtral_tied", "olmoe"],
+    ids=["deepseek_v3", "bias", "odd", "partly_odd", "qwen3_moe", "qwen3_next", "kimi", "mixtral_tied", "olmoe", "v4"],
 )
 @pytest.mark.parametrize("served", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=["from_fp32", "from_bf16"])
@@ -656,13 +657,25 @@ print(status("VmHWM") - before)
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "olmoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4", "qwen3_moe", "qwen3_next", "olmoe"])
 def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str) -> None:
     """A chunk of 512 rows at the end of 4096 positions. The estimate is less than three times the peak."""
     sizes = {
         "deepseek_v3": {
             **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256},
             **{"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
+        },
+        "deepseek_v4": {
+            **{"hidden_size": 512, "moe_intermediate_size": 256, "head_dim": 128, "num_key_value_heads": 1},
+            **{
+                "o_lora_rank": 128,
+                "q_lora_rank": 128,
+                "index_head_dim": 64,
+                "mlp_layer_types": None,
+                "index_n_heads": 16,
+            },
+            "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+            "rope_scaling": None,
         },
         "qwen3_moe": {"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256, "head_dim": 128},
         # Narrow heads keep the prefix of full attention smaller than the memory of linear attention.
@@ -673,16 +686,8 @@ def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str)
         },
         "olmoe": {"hidden_size": 1024, "intermediate_size": 256},
     }[family]
-    make_checkpoint(
-        tmp_path,
-        family,
-        vocab_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        max_position_embeddings=4096,
-        **sizes,
-    )
+    common = {"vocab_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 16}
+    make_checkpoint(tmp_path, family, **{**common, "max_position_embeddings": 4096, **sizes})
     model = load_model_config(tmp_path)
     run = subprocess.run(
         [sys.executable, "-c", _PEAK, str(tmp_path), dtype],

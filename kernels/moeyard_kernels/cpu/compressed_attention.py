@@ -7,6 +7,7 @@ So neither the cut of a prompt nor the number of known entries changes a bit. Ch
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,7 +29,8 @@ _PIECE = 512 * 1024
 
 class CpuCompressed:
     def __init__(self, layer: CompressedLayer) -> None:
-        self._layer = layer
+        # The packed matrices below replace o_a.
+        self._layer = replace(layer, o_a=layer.o_a.new_empty(0))
         # `rotate` leaves the first values of all pairs before the second ones. The output's columns follow.
         order = torch.arange(layer.num_heads // layer.o_a.shape[0] * layer.head_dim).view(-1, layer.head_dim)
         rotated = order[:, -layer.rope_dim :]

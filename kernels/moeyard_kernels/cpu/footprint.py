@@ -66,14 +66,17 @@ def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) 
 def compressed(
     *, num_heads: int, head_dim: int, ratio: int, index_heads: int, index_dim: int, groups_width: int
 ) -> Footprint:
-    """Rows: query, normalised, rotated, scaled and as output, in fp32 and as served; the indexer's queries; the groups'
-    projections. Positions: entries gathered from pages, in fp32 and as served, and scores of a tile."""
+    """The weight of a norm without weights is a row of ones.
+
+    Rows: the product, its normalised heads, the rotated query, the output and its rotation; the indexer's queries; the
+    groups' projections. Positions: entries gathered from pages, in fp32 and as served, and scores of a tile.
+    """
     entries = -(-head_dim // ratio) if ratio else 0
     index = -(-index_dim // ratio) if ratio else 0
     return Footprint(
-        extra=0,
-        per_row=8 * num_heads * head_dim + 3 * index_heads * index_dim + 2 * groups_width,
+        extra=head_dim,
+        per_row=6 * num_heads * head_dim + 3 * index_heads * index_dim + 2 * groups_width,
         per_position=entries + index,
         copied_per_position=entries + index,
-        fp32_per_position=-(-_SCORE_ROWS * (num_heads + index_heads) // ratio) if ratio else 0,
+        fp32_per_position=-(-_SCORE_ROWS * max(num_heads, index_heads) // ratio) if ratio else 0,
     )

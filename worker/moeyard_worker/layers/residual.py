@@ -124,8 +124,7 @@ class HyperStreams:
 
     def last(self, weights: Mapping[str, Any]) -> tuple[AllStreams, Head]:
         """Hidden states are all streams. The head reads a weighted sum of them, normalised."""
-        site, shape = self.site(weights), (self._config.streams, -1)
-        return AllStreams(), lambda rows: site.enter(rows.unflatten(1, shape))[0]
+        return AllStreams(), StreamsHead(self.site(weights), self._config.streams)
 
     def begin(self, rows: torch.Tensor, plan: StepPlan) -> HyperResidual:
         if rows.dim() == 2:
@@ -138,6 +137,16 @@ class AllStreams:
 
     def enter(self, streams: torch.Tensor) -> tuple[torch.Tensor, None]:
         return streams.flatten(1), None
+
+
+class StreamsHead:
+    """Maps streams [M, S H] to the rows [M, H] that the head reads."""
+
+    def __init__(self, site: HyperSite, streams: int) -> None:
+        self._site, self._streams = site, streams
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._site.enter(rows.view(rows.shape[0], self._streams, -1))[0]
 
 
 class HyperResidual:

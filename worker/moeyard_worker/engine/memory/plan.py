@@ -126,8 +126,9 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
 
     Values per row, in fp32:
 
-    - residual, its norm, a block's input and output: 4 H; with S streams instead of the residual, 4 S H more
-    - the larger of attention (`Footprint.per_row`) and MLP, which is gate, up, activation and product: 4 I
+    - residual, its norm, a block's input and output: 4 H; with S streams S H more
+    - the largest of attention (`Footprint.per_row`), MLP (gate, up, activation and product: 4 I) and the mix of
+      streams (before, after and a product: 3 S H)
     - the experts' outputs, sorted and in place: 2 K H
     - with peers, the gathered rows, in a buffer that grows by doubling, and frames in both directions: 4 W H
     - over nvlink and nccl instead, room for all (row, k) of all ranks: W K I in the served dtype
@@ -150,8 +151,8 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
         if config.exchange == "nccl":
             room += hidden * (peers * 2 * (model.top_k + 1) + 2 * model.top_k)
         moved = max(moved, room * DTYPE_BYTES[model.served_dtype(config.dtype)] // _FP32)
-    streams = 1 if model.hyper is None else 1 + model.hyper.streams
-    row = (7 if model.drafts else 4) * streams * hidden + max(attention, 4 * wide + moved)
+    streams = 0 if model.hyper is None else model.hyper.streams
+    row = ((7 if model.drafts else 4) + streams) * hidden + max(attention, 4 * wide + moved, 3 * streams * hidden)
     sampled = config.max_num_seqs * (1 + config.num_drafts)
     logits = model.vocab_size * (2 * _FP32 * (sampled + SCORED_ROWS) + 64)
     if config.num_drafts and config.device != "cpu":
