@@ -32,7 +32,22 @@ def score(
     """Score the targets of `step.scored` under head(rows of hidden [num_rows, H]), without waiting for the device.
     `whole`: every block has SCORED_ROWS rows, some repeated, and MAX_TOP alternatives, so that kernels see one size."""
     rows, targets, num_top = _wanted(step)
-    count = len(targets)
+    return score_rows(backend, head, hidden, rows, targets, num_top=num_top, whole=whole)
+
+
+def score_rows(
+    backend: Backend,
+    head: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    rows: Sequence[int],
+    targets: Sequence[int],
+    *,
+    num_top: int,
+    whole: bool,
+) -> list[SampledTokens]:
+    """Score targets[i] under head(hidden[rows[i]]), with `num_top` alternatives, as `score` does. One result per block
+    of SCORED_ROWS rows."""
+    count, rows, targets = len(targets), list(rows), list(targets)
     if whole:
         num_top, missing = MAX_TOP, -count % SCORED_ROWS
         rows, targets = rows + rows[:1] * missing, targets + targets[:1] * missing
