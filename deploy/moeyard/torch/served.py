@@ -140,7 +140,8 @@ class _Run:
             )
             chunks.append(chunk)
             page += count
-        first = self._step(group, Step(prefill=tuple(chunks)), [sample.output[:1] for sample in group])
+        step, targets = Step(prefill=tuple(chunks)), [sample.output[:1] for sample in group]
+        logprobs, routed = self._step(group, step, targets)
         outputs = [
             replace(
                 chunk,
@@ -153,7 +154,6 @@ class _Run:
         ]
         # An output of one token has no row.
         longer = [i for i, sample in enumerate(group) if len(sample.output) > 1]
-        logprobs, routed = ([parts[i] for i in range(len(group))] for parts in first)
         if longer:
             step = Step(decode=tuple(outputs[i] for i in longer))
             rest = self._step([group[i] for i in longer], step, [group[i].output[1:] for i in longer])
