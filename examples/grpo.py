@@ -35,6 +35,7 @@ from moeyard_worker.engine.assembly.verify import reference_model  # noqa: E402
 DEMO = Path(__file__).resolve().parents[1] / "deploy" / "demo"
 PROMPTS = ("<|begin|>In the beginning", "<|begin|>The sea was", "<|begin|>My dear friend,", "<|begin|>It is a truth")
 CLIP = 0.2
+GROUP_SEEDS = 1000  # seeds of a prompt in a step; answer i of a request has its seed plus i
 START_SECONDS, REQUEST_SECONDS = 300.0, 120.0
 
 
@@ -112,7 +113,7 @@ def roll_out(url: str, tokenizer: Tokenizer, *, group: int, max_tokens: int, see
     found = []
     for number, text in enumerate(PROMPTS):
         prompt = tokenizer.encode(text, add_special_tokens=False).ids
-        choices = generate(url, prompt, count=group, max_tokens=max_tokens, seed=seed + 1000 * number)
+        choices = generate(url, prompt, count=group, max_tokens=max_tokens, seed=seed + GROUP_SEEDS * number)
         rewards = torch.tensor([share_of_e(tokenizer.decode(choice["token_ids"])) for choice in choices])
         advantages = (rewards - rewards.mean()) / (rewards.std(correction=0) + 1e-6)
         for choice, reward, advantage in zip(choices, rewards.tolist(), advantages.tolist(), strict=True):
@@ -188,7 +189,9 @@ def train(
     dtype = getattr(torch, model.config.dtype)
     reports = []
     for step in range(steps):
-        rollouts = roll_out(server.url, tokenizer, group=group, max_tokens=max_tokens, seed=step)
+        rollouts = roll_out(
+            server.url, tokenizer, group=group, max_tokens=max_tokens, seed=step * len(PROMPTS) * GROUP_SEEDS
+        )
         logprobs = model([rollout.sample for rollout in rollouts])
         report = StepReport(
             reward=sum(rollout.reward for rollout in rollouts) / len(rollouts),
@@ -216,7 +219,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--group", type=int, default=16, help="answers per prompt")
     parser.add_argument("--max-tokens", type=int, default=48)
-    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--port", type=int, default=8011)
     args = parser.parse_args()
     server = Serve(DEMO, args.port)

@@ -80,15 +80,15 @@ def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, window: int | None = None
 ) -> torch.Tensor:
     """Causal attention of q [T, Hq, D] over k [T, Hkv, D] and v [T, Hkv, Dv] -> [T, Hq Dv]."""
-    rows = torch.arange(q.shape[0], device=q.device)
-    distance = rows[:, None] - rows
-    seen = distance >= 0
-    if window is not None:
-        seen &= distance < window
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = torch.einsum("thd,shd->hts", q, k) * scale
-    shares = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    return torch.einsum("hts,shd->thd", shares, v).flatten(1)
+    seen = None
+    if window is not None:
+        rows = torch.arange(q.shape[0], device=q.device)
+        distance = rows[:, None] - rows
+        seen = (distance >= 0) & (distance < window)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, is_causal=seen is None, scale=scale)
+    return out[0].transpose(0, 1).flatten(1)
 
 
 class _Gqa:

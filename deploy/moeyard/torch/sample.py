@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
     """Token ids of a prompt and of the output behind it; neither is empty.
 

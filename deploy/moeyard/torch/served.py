@@ -17,14 +17,14 @@ from moeyard_kernels.backend import Backend, ExpertGate, StepPlan
 from moeyard_kernels.types.gate import Chosen
 from moeyard_kernels.types.layers import GateLayer
 from moeyard_worker.checkpoint.loading import CheckpointWeights
-from moeyard_worker.engine.sampling.scoring import score_rows
+from moeyard_worker.engine.sampling.scoring import score
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.exchange.transports.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.models.spec import ModelSpec
-from moeyard_worker.scheduling.step import Chunk, Step
+from moeyard_worker.scheduling.step import Chunk, Scoring, Step
 
 # Log-probabilities of each sample's output, fp32 [tokens], and the experts that its rows chose, int64 [tokens - 1, MoE
 # layers, top_k].
@@ -136,45 +136,43 @@ class _Run:
                 pages=tuple(range(page, page + count)),
                 state_slot=i if self._has_slots else -1,
                 prompt=True,
-                num_sampled=1,
+                num_sampled=0,
+                scoring=Scoring(first=len(sample.prompt) - 1, targets=tuple(sample.output[:1]), num_top=0),
             )
             chunks.append(chunk)
             page += count
-        step, targets = Step(prefill=tuple(chunks)), [sample.output[:1] for sample in group]
-        logprobs, routed = self._step(group, step, targets)
+        logprobs, routed = self._step(group, Step(prefill=tuple(chunks)))
         outputs = [
             replace(
                 chunk,
                 start=len(sample.prompt),
                 token_ids=tuple(sample.output[:-1]),
                 prompt=False,
-                num_sampled=len(sample.output) - 1,
+                scoring=Scoring(first=0, targets=tuple(sample.output[1:]), num_top=0),
             )
             for chunk, sample in zip(chunks, group, strict=True)
         ]
         # An output of one token has no row.
         longer = [i for i, sample in enumerate(group) if len(sample.output) > 1]
         if longer:
-            step = Step(decode=tuple(outputs[i] for i in longer))
-            rest = self._step([group[i] for i in longer], step, [group[i].output[1:] for i in longer])
+            rest = self._step([group[i] for i in longer], Step(decode=tuple(outputs[i] for i in longer)))
             for i, more, ids in zip(longer, *rest, strict=True):
                 logprobs[i], routed[i] = torch.cat((logprobs[i], more)), torch.cat((routed[i], ids))
         return logprobs, routed
 
-    def _step(self, group: Sequence[Sample], step: Step, targets: Sequence[Sequence[int]]) -> Results:
-        """Run a step with one chunk per sample. Return the log-probabilities of each chunk's targets, which follow its
-        sampled rows, and the experts of its rows."""
+    def _step(self, group: Sequence[Sample], step: Step) -> Results:
+        """Return the results of a step with one scored chunk per sample."""
         runner, model = self._runner, self._runner.model
         self._replay.given = self._given(group, step)
         runner.exchange.steps.set_rows(PeerRows(step.num_tokens, (step.num_prefill_tokens,)))
         hidden = model.hidden(runner.backend.plan(step))
-        ids, whole = [i for part in targets for i in part], hidden.device.type != "cpu"
-        blocks = score_rows(runner.backend, model.head, hidden, step.sample_rows, ids, num_top=0, whole=whole)
+        # As in `Runner.settle`: on a GPU every new size selects another kernel.
+        blocks = score(runner.backend, model.head, hidden, step, whole=hidden.device.type != "cpu")
         logprobs = torch.cat([cast(torch.Tensor, block.logprobs) for block in blocks])
         # The next step overwrites the rows.
         routed = self._routing.rows(step.num_tokens).long()
-        sizes = [chunk.num_tokens for chunk in step.chunks]
-        return list(logprobs.split([len(part) for part in targets])), list(routed.split(sizes))
+        counts = [len(chunk.scoring.targets) for chunk in step.chunks if chunk.scoring is not None]
+        return list(logprobs.split(counts)), list(routed.split([chunk.num_tokens for chunk in step.chunks]))
 
     def _given(self, group: Sequence[Sample], step: Step) -> torch.Tensor | None:
         """Return the given experts of the step's rows, [rows, MoE layers, top_k], -1 where a sample has none."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens: the head over rows from which no token is sampled.
+"""Log-probabilities of known tokens, of prompts and forced outputs: the head over rows from which no token is sampled.
 
 The head processes a block of rows at a time, since logits of all rows of a prompt would take more memory than the rest
 of the step. Sampled rows use the same product, in which a row's bits do not depend on the number of rows. So blocks,
@@ -32,22 +32,7 @@ def score(
     """Score the targets of `step.scored` under head(rows of hidden [num_rows, H]), without waiting for the device.
     `whole`: every block has SCORED_ROWS rows, some repeated, and MAX_TOP alternatives, so that kernels see one size."""
     rows, targets, num_top = _wanted(step)
-    return score_rows(backend, head, hidden, rows, targets, num_top=num_top, whole=whole)
-
-
-def score_rows(
-    backend: Backend,
-    head: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    rows: Sequence[int],
-    targets: Sequence[int],
-    *,
-    num_top: int,
-    whole: bool,
-) -> list[SampledTokens]:
-    """Score targets[i] under head(hidden[rows[i]]), with `num_top` alternatives, as `score` does. One result per block
-    of SCORED_ROWS rows."""
-    count, rows, targets = len(targets), list(rows), list(targets)
+    count = len(targets)
     if whole:
         num_top, missing = MAX_TOP, -count % SCORED_ROWS
         rows, targets = rows + rows[:1] * missing, targets + targets[:1] * missing
@@ -73,7 +58,7 @@ def _wanted(step: Step) -> tuple[list[int], list[int], int]:
     rows: list[int] = []
     targets: list[int] = []
     num_top = begin = 0
-    for chunk in step.prefill:
+    for chunk in step.chunks:
         if chunk.scoring is not None:
             first = begin + chunk.scoring.first
             rows += range(first, first + len(chunk.scoring.targets))
