@@ -70,6 +70,7 @@ def with_routing(model: TrainableModel) -> list[Sample]:
     ]
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", CASES)
 def test_gradcheck(tmp_path: Path, name: str) -> None:
     """Random projections of both Jacobians agree, for all parameters."""
@@ -93,6 +94,7 @@ def test_gradcheck_of_every_entry(tmp_path: Path) -> None:
     assert torch.autograd.gradcheck(logprobs, tuple(some))
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_is_that_of_the_served_forward(tmp_path: Path, name: str) -> None:
     """Central differences of the served fp32 values along one random direction."""
