@@ -137,6 +137,7 @@ workers() {
   # Tests that use any available device.
   tests on_device 240 -n 4 tests/engine/test_step_sampler.py tests/exchange/test_staged_exchange.py \
     tests/experts/test_cache.py tests/models/test_verified_rows.py tests/models/test_backends.py
+  tests trainer 120 tests/trainer/test_bits.py -k backend_of_a_gpu
 }
 matrix() { step matrix 240 python3 -m tests.e2e.gpu_matrix --processes 9; }
 decode() { engine decode 150 --shape Qwen3-30B-A3B --streams 1 8 64 --prefill; }

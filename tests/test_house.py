@@ -75,10 +75,16 @@ LAUNCHER_ROOMS = {
     "local": ("fleet",),
     "clients": ("fleet", "local"),
     "cli": ("fleet", "local", "clients"),
+    "torch": (),
 }
 LAUNCHER_FILES = ("__main__", "entry", "last_resort", "listen", "logs", "options", "signals")
 # The backend is the worker's only way to the kernels, with these exceptions.
 BEYOND_BACKEND = {
+    # A trainer assembles a decoder outside the engine, over a server's backend or over its own.
+    **dict.fromkeys(
+        ("moeyard.torch.formula", "moeyard.torch.model", "moeyard.torch.served"),
+        ("moeyard_kernels.backend", "moeyard_kernels.types"),
+    ),
     # This module chooses the backend.
     "moeyard_worker.engine.assembly.device": ("moeyard_kernels.cpu", "moeyard_kernels.cuda"),
     # An exchange is built before a layer needs a backend; `Backend.peers` has the same function.

@@ -9,7 +9,9 @@ import subprocess
 import time
 import urllib.request
 import venv
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from peering.streams import KEY
@@ -35,8 +37,16 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def start(command: list[Any], port: int, path: str, log: Path) -> "subprocess.Popen[bytes]":
-    """Start a peer's process and return it when it answers."""
+def start(
+    command: list[Any],
+    port: int,
+    path: str,
+    log: Path,
+    *,
+    seconds: float = START_SECONDS,
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> "subprocess.Popen[bytes]":
+    """Start a peer's process, with more environment `variables`, and return it when it answers within `seconds`."""
     quiet = {
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "LITELLM_LOG": "ERROR",
@@ -45,9 +55,13 @@ def start(command: list[Any], port: int, path: str, log: Path) -> "subprocess.Po
     }
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [str(word) for word in command], stdout=out, stderr=out, env={**os.environ, **quiet}, cwd=log.parent
+            [str(word) for word in command],
+            stdout=out,
+            stderr=out,
+            env={**os.environ, **quiet, **variables},
+            cwd=log.parent,
         )
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         try:
             urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=2).close()

@@ -13,7 +13,7 @@ import torch
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.types.matrix import ExpertViews, Matrix
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_checkpoint, find_tensors
-from moeyard_worker.checkpoint.decoding import fill
+from moeyard_worker.checkpoint.decoding import Read, fill
 from moeyard_worker.checkpoint.dummy import DummyWeights
 from moeyard_worker.checkpoint.reading import PinnedBuffers, Reader
 from moeyard_worker.layers.weights import Weight
@@ -41,7 +41,8 @@ def open_weights(
 class CheckpointWeights:
     """Loads the weights of a checked checkpoint, served in `dtype`: parameters by `load`, experts by `fill`.
 
-    `progress` is called with the bytes of each block read for parameters. A GPU needs `pinned`.
+    `progress` is called with the bytes of each block read for parameters. A GPU needs `pinned`. With `read` the values
+    come from it instead of the files.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class CheckpointWeights:
         dtype: torch.dtype,
         progress: Callable[[int], None] | None = None,
         pinned: PinnedBuffers | None = None,
+        read: Read | None = None,
     ) -> None:
         self._spec = checkpoint.spec
         self._backend, self._dtype = backend, str(dtype).removeprefix("torch.")
         self._reader = Reader(checkpoint.index.entries, pinned)
-        self._read = partial(self._reader.copy, progress=progress)
+        self._read = partial(self._reader.copy, progress=progress) if read is None else read
+        self._read_expert = self._reader.copy if read is None else read
 
     @property
     def read_rate(self) -> float | None:
@@ -83,4 +86,4 @@ class CheckpointWeights:
         assert 0 <= expert < self._spec.config.num_experts, expert
         parts = self._spec.expert_parts(names, expert)
         for part, target in zip(parts, (out.gate, out.up, out.down), strict=True):
-            fill(target, part, self._spec.scheme(part), self._reader.copy)
+            fill(target, part, self._spec.scheme(part), self._read_expert)

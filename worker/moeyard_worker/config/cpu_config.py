@@ -22,3 +22,9 @@ def set_cpu_environment() -> None:
     """Set CPU_ENVIRONMENT, and one OpenMP thread unless the user chose. Call this before torch is imported."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.update(CPU_ENVIRONMENT)
+
+
+def missing_cpu_environment() -> list[str]:
+    """Return the assignments of CPU_ENVIRONMENT on which bits may depend and that this process lacks."""
+    wanted = {name: CPU_ENVIRONMENT[name] for name in ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA")}
+    return [f"{name}={value}" for name, value in wanted.items() if os.environ.get(name) != value]
