@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens: the head over rows from which no token is sampled.
+"""Log-probabilities of known tokens, of prompts and forced outputs: the head over rows from which no token is sampled.
 
 The head processes a block of rows at a time, since logits of all rows of a prompt would take more memory than the rest
 of the step. Sampled rows use the same product, in which a row's bits do not depend on the number of rows. So blocks,
@@ -58,7 +58,7 @@ def _wanted(step: Step) -> tuple[list[int], list[int], int]:
     rows: list[int] = []
     targets: list[int] = []
     num_top = begin = 0
-    for chunk in step.prefill:
+    for chunk in step.chunks:
         if chunk.scoring is not None:
             first = begin + chunk.scoring.first
             rows += range(first, first + len(chunk.scoring.targets))
