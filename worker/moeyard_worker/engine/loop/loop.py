@@ -325,7 +325,12 @@ class Engine:
         now = time.monotonic()
         if self._pacing is not None:
             self._pacing.completed(launched.device_seconds, now=now)
-        replies = self._scheduler.complete(step, results, now, launched.scores, launched.experts)
+        chosen = launched.experts
+        if self._experts.wants_choices:
+            self._experts.record(number, chosen, num_rows=step.num_tokens, num_prompt=step.num_prefill_tokens)
+        if not self._scheduler.config.routing_bytes:
+            chosen = b""
+        replies = self._scheduler.complete(step, results, now, launched.scores, chosen)
         for client, message in in_frames(replies):
             self._send(client, message)
         # If steps overlap, the time of one begins when the previous one is done.
