@@ -82,7 +82,8 @@ def by_urgency(
 ) -> tuple[list[tuple[Request, Place]], list[tuple[Request, Place]]]:
     """Return requests whose next chunk is output, and those whose next chunk is prompt, each by age.
 
-    Single next tokens come before recomputed output, because a long recompute must not fill the step.
+    Single next tokens come before recomputed output, because a long recompute must not fill the step. A forced output
+    counts as prompt: its rows would delay the next tokens of other requests as much.
 
     num_drafts: number of drafts that the step in flight makes for each request.
     """
@@ -91,7 +92,7 @@ def by_urgency(
     prompts: list[tuple[Request, Place]] = []
     for request in running:
         place = next_place(request, num_drafts)
-        if place.start < len(request.prompt):
+        if place.start < len(request.prompt) + max(len(request.forced) - 1, 0):
             prompts.append((request, place))
         else:
             (several if request.length - place.start > 1 else single).append((request, place))
