@@ -10,7 +10,7 @@ from typing import Any, Self
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
-from moeyard_worker.engine.sampling.forced_output import ForcedOutput
+from moeyard_worker.engine.sampling.forced_output import forced_output
 from moeyard_worker.protocol import Done, PromptExperts, PromptLogprobs, SamplingParams, Submit, TokenLogprob, Tokens
 from moeyard_worker.scheduling.request import Constraint, SchedulerStats
 from moeyard_worker.scheduling.scheduler import Scheduler
@@ -92,8 +92,8 @@ class Rank:
                 grammars = self.worker.grammars
                 assert grammars is not None
                 held = grammars.constraint(grammars.compile(params.grammar).result(), params)
-            elif params.trace_decode_token_ids:
-                held = ForcedOutput(params.trace_decode_token_ids, vocab_size=scheduler.config.vocab_size)
+            else:
+                held = forced_output(params, vocab_size=scheduler.config.vocab_size)
             submit = Submit(
                 request_id=name,
                 prompt_token_ids=tuple(prompt),

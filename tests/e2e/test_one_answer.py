@@ -165,10 +165,17 @@ def bits(answer: Answer) -> tuple[Any, ...]:
 
 
 def run_mixed(
-    fleet: Fleet, label: str, ranks: dict[str, int], *, compressed: bool = False
+    fleet: Fleet,
+    label: str,
+    ranks: dict[str, int],
+    *,
+    compressed: bool = False,
+    scored: dict[str, tuple[Any, ...]] | None = None,
 ) -> dict[str, tuple[Any, ...]]:
-    """Run all requests at once, each on its rank."""
+    """Run all requests at once, each on its rank. `scored`: force these answers, many tokens per step."""
     for name, (prompt, sampling) in asked(fleet, compressed=compressed).items():
+        if scored is not None:
+            sampling |= {"trace_decode_token_ids": scored[name][0], "as_decoded": True, "temperature": 0.0}
         fleet.client.submit(ranks[name], f"{label}-{name}", prompt, **sampling)
     return {name: bits(fleet.client.wait(f"{label}-{name}")[0]) for name in ranks}
 
@@ -240,9 +247,10 @@ def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, t
         assert run_alone(fleet, "alone", "c", 0, compressed=kept) == expected["c"]
         assert run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0), compressed=kept) == expected
         assert run_alone(fleet, "again", "d", 0, compressed=kept) == expected["d"]
+        each = {name: i % case.ranks for i, name in enumerate(requests())}
+        assert run_mixed(fleet, "scored", each, compressed=kept, scored=expected) == expected
         if case.ranks > 1 and case.policy == "slru":
-            spread = {name: i % case.ranks for i, name in enumerate(requests())}
-            assert run_mixed(fleet, "spread", spread, compressed=kept) == expected
+            assert run_mixed(fleet, "spread", each, compressed=kept) == expected
         read = load_model_config(model)
         width = len(read.routed_layers) * read.top_k * read.expert_id_bytes
         for name, (prompt, sampling) in asked(fleet, compressed=kept).items():
@@ -253,7 +261,7 @@ def check(case: Case, processes: ProcessPool, model: Path, expected: dict[str, t
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce") or case.drafts or kept, stats
         assert stats["num_free"] == stats["num_pages"] == case.num_pages  # the pages' size shows the checkpoint's dtype
         if not case.drafts:
-            check_rows(fleet, 6 + 4 * (case.ranks > 1 and case.policy == "slru"))
+            check_rows(fleet, 10 + 4 * (case.ranks > 1 and case.policy == "slru"))
         if case.drafts:
             assert stats["accepted"][0] > 0.25 * stats["drafts"][0] > 0, stats
 

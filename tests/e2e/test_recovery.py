@@ -32,9 +32,13 @@ def sampling(i: int, max_tokens: int = 40) -> dict[str, Any]:
     return {"max_tokens": max_tokens, "ignore_eos": True, "routed_experts_start": i % 3, **kinds[i % len(kinds)]}
 
 
-def submit_all(fleet: Fleet) -> None:
+def submit_all(fleet: Fleet, outputs: list[list[int]] | None = None) -> None:
+    """`outputs`: requests with log-probabilities force these tokens, many per step."""
     for i, prompt in enumerate(PROMPTS):
-        fleet.client.submit(i % len(fleet.ranks), f"r{i}", prompt, **sampling(i))
+        params = sampling(i)
+        if outputs is not None and "logprobs" in params:
+            params |= {"trace_decode_token_ids": tuple(outputs[i]), "as_decoded": True, "temperature": 0.0}
+        fleet.client.submit(i % len(fleet.ranks), f"r{i}", prompt, **params)
 
 
 def results(answers: list[Answer]) -> list[Any]:
@@ -66,7 +70,8 @@ def kill(fleet: Fleet, rank: int) -> None:
 def test_answers_stay_the_same_when_ranks_are_lost(
     processes: ProcessPool, checkpoints: dict[str, Path], kind: str, options: dict[str, Any]
 ) -> None:
-    """Ranks are killed in prefill, two at once while decoding, and idle. Their requests continue on all ranks."""
+    """Ranks are killed in prefill, two at once while decoding, while they score answers, and idle. Their requests
+    continue on all ranks."""
     options = {"prefill_chunk": 16, **options}
     config = engine_config(checkpoints[kind], num_workers=3, step_deadline=DEADLINE, **ROUTED, **options)
     rng = random.Random(repr(options))
@@ -74,9 +79,10 @@ def test_answers_stay_the_same_when_ranks_are_lost(
         client = fleet.client
         submit_all(fleet)
         expected = results(client.wait())
-        for dead, moment in ([1], 0), ([0, 2], rng.randrange(20, 300)):
+        tokens = [answer[0] for answer in expected]
+        for dead, moment, outputs in ([1], 0, None), ([0, 2], rng.randrange(20, 300), None), ([1], 1, tokens):
             client.answers.clear()
-            submit_all(fleet)
+            submit_all(fleet, outputs)
             client.wait_for(lambda least=moment: sum(len(a.token_ids) for a in client.answers.values()) >= least)
             for rank in dead:
                 kill(fleet, rank)

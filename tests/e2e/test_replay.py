@@ -37,6 +37,7 @@ def log(processes: ProcessPool, checkpoints: dict[str, Path], tmp_path_factory: 
             {"prompt": "x", "max_tokens": 60, "structured_outputs": {"json": {"type": "integer"}}},
             {"prompt": PROMPT, "max_tokens": 9, "stop": ["e"], "stream": True, "ignore_eos": True},
             {"prompt": PROMPT, "max_tokens": 0, "echo": True},
+            {"prompt": PROMPT, "max_tokens": 3, "prompt_logprobs": 1, "score": "as_decoded", "output_start": 4},
         ]
         for body in bodies:
             assert http.post(**body).status_code == 200
@@ -65,11 +66,11 @@ def test_another_fleet_repeats_every_answer(
     log: Path, two_ranks: HttpFleet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = lines_of(log)
-    assert len(lines) == 14
+    assert len(lines) == 15
     assert stat.S_IMODE(os.stat(log).st_mode) == 0o600
     assert main(["replay", str(log), "--url", two_ranks.url, "--concurrency", "4"]) == 0
     replayed = len(list(read_log(log)))
-    assert replayed == sum(line["output_tokens"] > 0 for line in lines) >= 12
+    assert replayed == sum(line["output_tokens"] > 0 for line in lines) >= 13
     assert capsys.readouterr().out == f"all {replayed} answers are equal\n"
 
 

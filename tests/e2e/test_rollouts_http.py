@@ -71,3 +71,20 @@ def test_forced_output_has_the_bits_of_the_sampled_one(http: HttpFleet) -> None:
     (forced,) = generate(http, trace_decode_token_ids=other)
     assert forced["token_ids"] == other
     assert forced["routed_experts"] != sampled["routed_experts"]
+
+
+def test_scoring_has_the_bits_of_sampling(http: HttpFleet) -> None:
+    """As a trace of ids, and as the end of a prompt, whose answer also has the prompt's scores and experts."""
+    (sampled,) = generate(http, max_tokens=70)
+    output = sampled["token_ids"]
+    scoring = {"score": "as_decoded", "temperature": 0.0, "seed": 1}
+    (scored,) = generate(http, max_tokens=70, trace_decode_token_ids=output, **scoring)
+    assert scored == sampled
+    body = {"prompt": PROMPT + output, "max_tokens": 0, "prompt_logprobs": 0, "output_start": len(PROMPT), **scoring}
+    (completed,) = http.client.post("/v1/completions", json=body).json()["choices"]
+    found = [
+        entry[str(token)] for entry, token in zip(completed["prompt_logprobs"][len(PROMPT) :], output, strict=True)
+    ]
+    assert [each["logprob"] for each in found] == [each["logprob"] for each in sampled["logprobs"]["content"]]
+    assert completed["routed_experts"] == sampled["routed_experts"]
+    assert (completed["text"], completed["finish_reason"]) == ("", "length")

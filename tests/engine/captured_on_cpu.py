@@ -79,6 +79,7 @@ class ReferenceDevice(CpuDevice):
     """The CPU with a GPU's backend and runners."""
 
     footprints: Footprints = footprint
+    captures = True
     step_runner = CudaDevice.step_runner
 
     def __init__(self, config: EngineConfig) -> None:

@@ -22,14 +22,16 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(text).ids[:count] for text, count in zip(texts, (5, 33, 64), strict=True)]
 
 
+@pytest.mark.parametrize("as_decoded", [False, True], ids=["one per step", "many per step"])
 @pytest.mark.parametrize("options", [{}, {"speculate": "mtp", "draft_tokens": 3}], ids=["plain", "drafts"])
-def test_replay_of_an_answer_has_its_log_probabilities(options: dict[str, Any]) -> None:
+def test_replay_of_an_answer_has_its_log_probabilities(options: dict[str, Any], as_decoded: bool) -> None:
     sampled = SamplingParams(max_tokens=OUTPUT, temperature=1.1, seed=3, ignore_eos=True, logprobs=4)
     with Rank(DEMO) as rank:
         answers, _ = rank.run({str(i): (prompt, sampled) for i, prompt in enumerate(prompts())})
     replay = replace(sampled, temperature=0.0, top_k=1, seed=0)
+    forced = replace(replay, as_decoded=as_decoded)
     requests = {
-        name: (prompt, replace(replay, trace_decode_token_ids=tuple(answers[name].token_ids)))
+        name: (prompt, replace(forced, trace_decode_token_ids=tuple(answers[name].token_ids)))
         for name, prompt in zip(answers, prompts(), strict=True)
     }
     requests["free"] = (prompts()[0], replay)

@@ -161,6 +161,8 @@ def check(case: Case, model: Path, expected: dict[str, Any], processes: ProcessP
         answers |= run_mixed(fleet, "mixed", dict.fromkeys(requests(), 0), compressed=kept)
         assert answers == expected
         assert run_alone(fleet, "again", "d", 0, compressed=kept) == expected["d"]
+        scored = run_mixed(fleet, "scored", dict.fromkeys(requests(), 0), compressed=kept, scored=expected)
+        assert scored == {name: expected[name] for name in requests()}
         stats = fleet.call("stats")[0]
         assert stats["prefix_hit_tokens"] > 0
         if kept:
@@ -169,7 +171,7 @@ def check(case: Case, model: Path, expected: dict[str, Any], processes: ProcessP
             assert stats["accepted"][0] > 0.25 * stats["drafts"][0] > 0, stats
             return
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce"), stats
-        check_rows(fleet, 7)
+        check_rows(fleet, 11)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -73,7 +73,8 @@ def prepared(worker, script):
 
 
 def bodies():
-    """Return sixteen requests that cover every way in which an interruption could change an answer."""
+    """Return requests that cover every way in which an interruption could change an answer."""
+    scored = {"max_tokens": 9, "prompt_logprobs": 1, "score": "as_decoded", "output_start": 8}
     plain = [{"prompt": f"{i}: once upon a time", "max_tokens": 40 + 7 * i, "return_token_ids": True} for i in range(7)]
     return [
         *({**body, "stream": True, "logprobs": 2, "stream_options": {"include_usage": True}} for body in plain[:3]),
@@ -86,6 +87,7 @@ def bodies():
         {"prompt": "with its prompt scored " * 3, "max_tokens": 60, "echo": True, "logprobs": 3},
         {"prompt": "streamed with its prompt " * 3, "max_tokens": 60, "echo": True, "logprobs": 1, "stream": True},
         {"prompt": "scored alone " * 5, "max_tokens": 0, "echo": True, "logprobs": 0},
+        {"prompt": "scored like an output " * 5, **scored},
         {"messages": [{"role": "user", "content": "tell"}], "max_tokens": 80, "stream": True, "logprobs": True},
         {"messages": [{"role": "user", "content": "tell all"}], "max_tokens": 80, "top_logprobs": 2, "logprobs": True},
     ]

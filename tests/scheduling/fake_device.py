@@ -10,6 +10,7 @@ A compressed prompt leaves the states that a hash of them prefers, and its windo
 The device supplies tokens that the host does not know, and proposes drafts: right, wrong, or too few.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 from moeyard_worker.config.engine_config import SchedulerConfig
@@ -75,18 +76,31 @@ def tokens_alone(config: SchedulerConfig, prompt: tuple[int, ...], params: Sampl
         token_id = state % config.vocab_size
         output.append(token_id)
         stops = token_id in params.stop_token_ids or (not params.ignore_eos and token_id in config.eos_token_ids)
-        if stops and len(output) >= params.min_tokens:
+        if stops and len(output) >= params.min_tokens and len(output) > len(params.trace_decode_token_ids):
             return output, "stop"
         if len(output) == params.max_tokens:
             break
     return output, "length"
 
 
-def score_alone(config: SchedulerConfig, prompt: tuple[int, ...], position: int, num_top: int) -> TokenLogprob:
-    """Return the fake score of the prompt token at `position`, from the state before it."""
-    state = states_alone(prompt, config.vocab_size, config.max_model_len)[position - 1]
+def with_trace(config: SchedulerConfig, prompt: tuple[int, ...], params: SamplingParams) -> SamplingParams:
+    """Return `params` with the tokens that the fake model samples in place of those of its trace."""
+    count = len(params.trace_decode_token_ids)
+    if not count or not prompt:
+        return params
+    states = states_alone(prompt, config.vocab_size, len(prompt) + count, kept_of(params, prompt))
+    tokens = tuple(state % config.vocab_size for state in states[len(prompt) - 1 : -1] if state is not None)
+    return replace(params, trace_decode_token_ids=tokens)
+
+
+def score_alone(
+    config: SchedulerConfig, prompt: tuple[int, ...], params: SamplingParams, position: int, num_top: int
+) -> TokenLogprob:
+    """Return the fake score of the token at `position` of prompt or forced output, from the state before it."""
+    state = states_alone(prompt, config.vocab_size, config.max_model_len, kept_of(params, prompt))[position - 1]
     assert state is not None
-    return TokenLogprob(logprob=-float(state % 997), rank=1 + prompt[position], top=((state % 7, -0.5),) * num_top)
+    token_id = (prompt + params.trace_decode_token_ids)[position]
+    return TokenLogprob(logprob=-float(state % 997), rank=1 + token_id, top=((state % 7, -0.5),) * num_top)
 
 
 class Device:

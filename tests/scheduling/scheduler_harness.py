@@ -7,7 +7,7 @@ with those of the request alone.
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from tests.scheduling.fake_device import Device, Kept, kept_of, score_alone, states_alone, tokens_alone
+from tests.scheduling.fake_device import Device, Kept, kept_of, score_alone, states_alone, tokens_alone, with_trace
 
 from moeyard_worker.config.engine_config import SchedulerConfig, window_rows
 from moeyard_worker.protocol import (
@@ -57,11 +57,20 @@ class Live:
 
     def pages_to_start(self, size: int) -> int:
         """Return the pages for all known tokens, plus the whole prompt if only a part of it is kept."""
-        return -(-(len(self.known) - self.dropped) // size) + (-(-len(self.prompt) // size) if self.dropped else 0)
+        return -(-(self.num_fed - self.dropped) // size) + (-(-len(self.prompt) // size) if self.dropped else 0)
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        params = self.submit.sampling
+        return params.trace_decode_token_ids[: params.max_tokens] if params.as_decoded else ()
+
+    @property
+    def num_fed(self) -> int:
+        return len(self.prompt) + min(len(self.known) - len(self.prompt), max(self.submit.sampling.max_tokens - 1, 0))
 
     @property
     def known(self) -> tuple[int, ...]:
-        return self.prompt + tuple(self.output)
+        return self.prompt + (tuple(self.output) if len(self.output) >= len(self.forced) else self.forced)
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +140,8 @@ class Harness:
         )
 
     def submit(self, submit: Submit, client: bytes = b"a") -> Rejected | Done | None:
-        """Send a request and check the answer."""
+        """Send a request and check the answer. Its trace becomes the tokens that the device will sample."""
+        submit = replace(submit, sampling=with_trace(self.config, submit.prompt_token_ids, submit.sampling))
         expected = self.expected_refusal(submit, client)
         rejected = self.scheduler.add(submit, client, now=float(self.num_steps))
         assert (rejected.reason if isinstance(rejected, Rejected) else rejected) == expected
@@ -311,23 +321,27 @@ class Harness:
         return {page for request in self.scheduler._roster.holders() for page in request.compact}
 
     def _expected_scoring(self, chunk: Chunk, request: Live) -> Scoring | None:
-        """Every prompt token but the first is reported once, whatever is recomputed."""
-        num_top = request.submit.sampling.prompt_logprobs
-        first = max(chunk.start, request.scored)
-        targets = request.prompt[first + 1 : chunk.end + 1] if chunk.prompt else ()
-        if num_top is None or not targets:
+        """Every wanted token is reported once, whatever is recomputed."""
+        params, forced = request.submit.sampling, request.forced
+        counts = [params.prompt_logprobs, params.logprobs if forced else None]
+        wanted = [count for count in counts if count is not None]
+        sent = request.scored if params.prompt_logprobs is not None and not request.output else len(request.prompt) - 1
+        first = max(chunk.start, sent + len(request.output))
+        targets = (*request.prompt, *forced)[first + 1 : chunk.end + 1] if chunk.fed is None else ()
+        if not wanted or not targets:
             return None
-        return Scoring(first=first - chunk.start, targets=targets, num_top=num_top)
+        return Scoring(first=first - chunk.start, targets=targets, num_top=max(wanted))
 
     def _scores(self, planned: Planned) -> list[list[TokenLogprob]]:
         found = []
         for chunk, request in zip(planned.step.chunks, planned.requests, strict=True):
             if chunk.scoring is not None:
                 start, s = chunk.start + 1 + chunk.scoring.first, chunk.scoring
-                found.append(
-                    [score_alone(self.config, request.prompt, start + i, s.num_top) for i in range(len(s.targets))]
-                )
+                found.append([self._score(request, start + i, s.num_top) for i in range(len(s.targets))])
         return found
+
+    def _score(self, request: Live, position: int, num_top: int) -> TokenLogprob:
+        return score_alone(self.config, request.prompt, request.submit.sampling, position, num_top)
 
     def _check_scores(self, message: PromptLogprobs, request: Live) -> None:
         """Scores come in order, each token once, before all output."""
@@ -337,7 +351,7 @@ class Harness:
         assert 1 <= len(message.logprobs) <= MAX_PROMPT_LOGPROBS
         assert message.start == request.scored + 1
         for i, found in enumerate(message.logprobs, start=message.start):
-            assert found == score_alone(self.config, request.prompt, i, num_top)
+            assert found == self._score(request, i, num_top)
         request.scored += len(message.logprobs)
 
     def _experts(self, planned: Planned) -> bytes:
@@ -446,6 +460,11 @@ class Harness:
             if chunk.compaction is not None:
                 request.pages, request.compact = request.compact, ()
             request.computed += chunk.num_tokens - chunk.num_sampled
+            if chunk.scoring is not None:
+                first = chunk.start + chunk.scoring.first + 1
+                forced = chunk.scoring.targets[max(len(request.prompt) - first, 0) :]
+                parts = range(0, len(forced), MAX_PROMPT_LOGPROBS)
+                expected += [(request, forced[i : i + MAX_PROMPT_LOGPROBS]) for i in parts]
             if result is not None:
                 request.computed += len(result.token_ids)
                 expected.append((request, result.token_ids))
@@ -481,6 +500,11 @@ class Harness:
                 before = len(request.prompt) + message.start - 1
                 rows = self._experts_alone(request, before, before + len(message.token_ids)) if wants else b""
                 assert message.routed_experts == rows
+                num_top, first = request.submit.sampling.logprobs, len(request.prompt) + message.start
+                if message.start < len(request.forced):
+                    assert num_top is not None
+                    scores = [self._score(request, first + i, num_top) for i in range(len(message.token_ids))]
+                    assert list(message.logprobs) == scores
                 assert not wants or request.routed == len(request.prompt) - 1, "experts of the prompt are withheld"
                 request.output += message.token_ids
                 alone, _ = tokens_alone(self.config, request.prompt, request.submit.sampling)

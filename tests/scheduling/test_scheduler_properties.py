@@ -1,6 +1,7 @@
 """Random histories of a scheduler: for any interleaving every request gives the tokens that it gives alone."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -52,6 +53,13 @@ def compressions(draw: st.DrawFn) -> KvCompression | None:
     )
 
 
+def forced() -> st.SearchStrategy[dict[str, Any]]:
+    """Return the fields of a forced output, many tokens per step. The harness chooses the tokens."""
+    traces = st.integers(1, 18).map(lambda count: (0,) * count)
+    given = st.fixed_dictionaries({"trace_decode_token_ids": traces, "logprobs": st.sampled_from((0, 1, 3))})
+    return st.just({}) | given.map(lambda fields: {**fields, "as_decoded": True})
+
+
 @st.composite
 def submits(draw: st.DrawFn) -> Submit:
     text = draw(st.sampled_from(TEXTS))
@@ -65,6 +73,7 @@ def submits(draw: st.DrawFn) -> Submit:
         prompt_logprobs=draw(st.sampled_from((None, None, 0, 2))),
         routed_experts_start=draw(st.sampled_from((None, 0, 3))),
         kv_compression=draw(st.none() | compressions()),
+        **draw(forced()),
     )
     prompt = (*text[: draw(st.integers(0, 20))], *tail)
     return Submit(request_id=draw(st.sampled_from("pqrstuvw")), prompt_token_ids=prompt, sampling=sampling)
@@ -155,6 +164,9 @@ def random_run(
             routed_experts_start=rng.choice((None, 0)),
             kv_compression=KvCompression(method="snapkv", budget=rng.randint(2, 9), window=2) if compressed else None,
         )
+        if rng.random() < 0.2:
+            trace = (0,) * rng.randint(1, sampling.max_tokens + 2)
+            sampling = replace(sampling, as_decoded=True, trace_decode_token_ids=trace, logprobs=rng.choice((0, 2)))
         harness.submit(Submit(request_id=f"r{i}", prompt_token_ids=prompt, sampling=sampling))
         for _ in range(rng.randint(0, 4)):
             harness.step()

@@ -1,6 +1,7 @@
 """Log-probabilities of prompts, and requests without output: scores, messages, and reuse of pages."""
 
 import math
+from dataclasses import replace
 
 from tests.scheduling.scheduler_harness import Harness
 
@@ -82,3 +83,20 @@ def test_reuse_skips_only_reported_scores() -> None:
     assert (step.prefill[0].start, step.prefill[0].scoring) == (40, None)
     harness.finish(step)
     harness.drain()
+
+
+def test_forced_outputs_share_the_budget_of_prompts() -> None:
+    """Beside a request that decodes, a forced output gets as many rows as a prompt would. Messages are bounded."""
+    harness = Harness(replace(CONFIG, mixed_prefill_tokens=40))
+    harness.submit(submit("stream", 5, 20, None))
+    harness.step()
+    sampling = SamplingParams(max_tokens=91, trace_decode_token_ids=(0,) * 91, as_decoded=True, logprobs=1)
+    harness.submit(Submit(request_id="forced", prompt_token_ids=(1, 2, 3), sampling=sampling))
+    rows, counts = [], []
+    while (b"a", "forced") in harness.live:
+        step = harness.plan()
+        rows += [(c.num_tokens, c.prompt, c.num_sampled) for c in step.chunks if c.key[1] == "forced"]
+        messages = [reply.message for reply in harness.finish(step)]
+        counts += [len(m.token_ids) for m in messages if isinstance(m, Tokens) and m.request_id == "forced"]
+    assert rows == [(3, True, 0), (40, False, 0), (40, False, 0), (10, False, 0)]
+    assert counts == [1, MAX_PROMPT_LOGPROBS, 8, MAX_PROMPT_LOGPROBS, 8, 10]

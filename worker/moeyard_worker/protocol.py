@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal, Union, get_args
 
 # The most alternatives that an answer lists beside a chosen token, as in the OpenAI API.
 MAX_LOGPROBS = 20
-# The most tokens of one `PromptLogprobs`, so that a router decodes it in a millisecond or two.
+# The most tokens of one `PromptLogprobs`, or of one `Tokens` with `as_decoded`. A router decodes them in one or two
+# milliseconds.
 MAX_PROMPT_LOGPROBS = 32
 # The most bytes of one `PromptExperts`, or one position's. A router takes any other message in between.
 MAX_PROMPT_EXPERTS = 1 << 18
@@ -118,7 +119,10 @@ class SamplingParams:
     routed_experts_start: None, or the first position whose experts are wanted, below the length of the prompt.
     cache_salt: requests share cached prefixes only if their salts are equal.
     trace_decode_token_ids: the output tokens to produce, whatever the others say; empty to sample. Excludes `grammar`.
-        The log-probabilities are the model's own. Behind these tokens the output is sampled.
+        The log-probabilities are the model's own. These tokens end the output only by `max_tokens`. Behind them it is
+        sampled.
+    as_decoded: compute the tokens of `trace_decode_token_ids` many per step, with the bits of one per step. Needs
+        `logprobs`.
     """
 
     max_tokens: int
@@ -141,6 +145,7 @@ class SamplingParams:
     routed_experts_start: int | None = None
     cache_salt: str = ""
     trace_decode_token_ids: tuple[int, ...] = ()
+    as_decoded: bool = False
 
     def kept(self, num_prompt: int) -> int:
         """Return how many of a prompt's positions are kept for the output; all if there is no output."""

@@ -1,7 +1,7 @@
 """One choice of an answer in progress: tokens in, text with logprobs and the finish reason out."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moeyard_router.api.intake import Job
 from moeyard_router.text.detokenizer import Detokenizer, StopMatcher, TokenBytes
@@ -47,6 +47,8 @@ class Choice:
         self.index = index
         self.prompt = job.continuations[index].prompt
         self.num_tokens = 0
+        # Ids of a forced output that the client counts as prompt, and have not arrived.
+        self._num_forced = job.num_forced
         # Log-probabilities of the prompt's tokens after the first, if this choice requests them. Encoded frames keep
         # them out of the garbage collector, which took 30 ms per pass over a million tuples.
         self._scores: list[bytes] = []
@@ -93,6 +95,33 @@ class Choice:
         self.num_scores += len(message.logprobs)
         return True
 
+    def forced(self, message: Tokens) -> tuple[Tokens | None, Tokens | None]:
+        """Split a message into tokens that the client counts as prompt, and others. Store scores and experts of the
+        former."""
+        count = min(self._num_forced, len(message.token_ids))
+        if not count:
+            return None, message
+        width = count * self._row_bytes
+        given, own = (
+            replace(
+                message,
+                start=message.start + part.start,
+                token_ids=message.token_ids[part],
+                logprobs=message.logprobs[part],
+                routed_experts=message.routed_experts[rows],
+            )
+            for part, rows in ((slice(0, count), slice(0, width)), (slice(count, None), slice(width, None)))
+        )
+        if message.cached_tokens is not None:
+            self.cached_tokens = message.cached_tokens
+        self._num_forced -= count
+        self._scores.append(encode(given))
+        self.num_scores += count
+        if self._row_bytes:
+            self._routed += count
+            self.experts += given.routed_experts
+        return given, own if own.token_ids else None
+
     @property
     def has_experts(self) -> bool:
         """Whether all requested experts of the prompt, but those of its last position, have arrived."""
@@ -114,7 +143,7 @@ class Choice:
         """Decode and yield the log-probabilities of the prompt's tokens after the first."""
         for frame in self._scores:
             message = decode(frame)
-            assert isinstance(message, PromptLogprobs), "`scores` encoded it"
+            assert isinstance(message, PromptLogprobs | Tokens), "`scores` or `forced` encoded it"
             yield from message.logprobs
 
     def plain_text(self, message: Tokens) -> str | None:

@@ -67,7 +67,7 @@ class Generation:
         self._error: ApiError | None = None
         self._gone = False
         self.ticket: Ticket = fleet.submit(
-            reply_id, [(job.prompts[c.prompt].token_ids, c.sampling) for c in job.continuations], client=client, key=key
+            reply_id, [(job.submitted(c), c.sampling) for c in job.continuations], client=client, key=key
         )
         metrics.params_n.observe(len(job.continuations) // len(job.prompts))
 
@@ -166,12 +166,19 @@ class Generation:
     def _take(self, now: float, index: int, event: Event, deltas: dict[int, Delta]) -> None:
         choice, timing = self.choices[index], self._timings[index]
         if isinstance(event, Tokens):
-            if self._job.logprobs is not None and not event.logprobs:
+            if not event.logprobs and (self._job.logprobs is not None or self._job.num_forced):
                 self._error = _missing("logprobs")
                 return
             if self._job.routing is not None and not choice.is_routed(event):
                 self._error = _missing("routed experts")
                 return
+            if self._job.num_forced:
+                given, own = choice.forced(event)
+                if given is not None and self._log is not None:
+                    self._outputs[index].append(given)
+                if own is None:
+                    return
+                event = own
             if timing.first is None and not self._prompt_is_done(index):
                 return
             delta = choice.tokens(event)
@@ -211,12 +218,13 @@ class Generation:
     def _ended(self, now: float, index: int, reason: str, done: Done | None) -> None:
         """Record the end of a choice in the metrics and the recent requests. `done`: its worker's last message."""
         timing, continuation = self._timings[index], self._job.continuations[index]
-        prompt, sampling = self._job.prompts[continuation.prompt].token_ids, continuation.sampling
-        num_prompt = len(prompt)
+        sampling, forced = continuation.sampling, self._job.num_forced
+        num_prompt = len(self._job.prompts[continuation.prompt].token_ids)
         if self._log is not None:
-            count, output = self.choices[index].num_tokens, self._outputs[index]
+            prompt, output = self._job.submitted(continuation), self._outputs[index]
+            count = self.choices[index].num_tokens + forced
             self._log.add(self._id, index, prompt=prompt, sampling=sampling, output=output, count=count, reason=reason)
-        timing.finished(now, reason, prompt_tokens=num_prompt, max_tokens=sampling.max_tokens)
+        timing.finished(now, reason, prompt_tokens=num_prompt, max_tokens=sampling.max_tokens - forced)
         queue = None if done is None else done.queue_seconds
         prefill = None if done is None else done.prefill_seconds
         decode = None if timing.first is None else timing.last - timing.first

@@ -58,7 +58,8 @@ class Job:
     """One HTTP request, ready to run.
 
     `ignored` names fields without effect. `repeated` holds request fields that the answer repeats. `routing` is the
-    form of the routed experts that the answer has, if any.
+    form of the routed experts that the answer has, if any. `output_start`: the one prompt's ids from there on are a
+    forced output for the workers, and a part of the prompt for the client.
     """
 
     chat: bool
@@ -81,6 +82,17 @@ class Job:
     prompt_logprobs: int | None = None
     repeated: dict[str, Any] | None = None
     routing: RoutedShape | None = None
+    output_start: int | None = None
+
+    @property
+    def num_forced(self) -> int:
+        """Number of the prompt's ids that are a forced output for the workers."""
+        return 0 if self.output_start is None else len(self.prompts[0].token_ids) - self.output_start
+
+    def submitted(self, continuation: Continuation) -> Sequence[int]:
+        """Return a choice's prompt as a worker gets it."""
+        ids = self.prompts[continuation.prompt].token_ids
+        return ids if self.output_start is None else TokenIds.of(ids[: self.output_start])
 
     @property
     def num_scores(self) -> int:
@@ -98,7 +110,8 @@ class Job:
         sampling = self.continuations[0].sampling
         if sampling.kv_compression is None:
             return {}
-        return {"kept_tokens": sum(sampling.kept(len(p.token_ids)) for p in self.prompts)}
+        forced = self.num_forced
+        return {"kept_tokens": sum(sampling.kept(len(p.token_ids) - forced) + forced for p in self.prompts)}
 
 
 class Intake:
@@ -128,7 +141,8 @@ class Intake:
         self.limits.check_choices(request.n or 1, len(request.prompt))
         special = request.add_special_tokens is not False
         prompts = [await self._prompt(p, special=special, echo=bool(request.echo)) for p in request.prompt]
-        return self._job(request, prompts, logprobs=request.logprobs, echo=request.echo, grammar=grammar_of(request))
+        job = self._job(request, prompts, logprobs=request.logprobs, echo=request.echo, grammar=grammar_of(request))
+        return job if request.output_start is None else _scored(job, request.output_start)
 
     async def chat(self, request: ChatRequest) -> Job:
         """Return the job of a chat. The template writes the special tokens, so none are added by default."""
@@ -270,6 +284,35 @@ class Intake:
             message = f"{job.num_scores} logprobs of prompt tokens, at most {_MAX_SCORES} are given in one answer"
             raise bad_request(message, "logprobs" if request.prompt_logprobs is None else "prompt_logprobs")
         return job
+
+
+def _scored(job: Job, start: int) -> Job:
+    """Return a job that scores its prompt's ids from `start` on like an output. Raises `ApiError` 400."""
+    if len(job.prompts) > 1:
+        raise bad_request(f"'output_start': {len(job.prompts)} prompts are given, one can be scored", "output_start")
+    if len(job.continuations) > 1:
+        raise bad_request("'n': 'score' is about one output and excludes n above 1", "n")
+    ids, only = job.prompts[0].token_ids, job.continuations[0]
+    params = only.sampling
+    if params.grammar is not None:
+        raise bad_request("'score' excludes structured output", "score")
+    if start >= len(ids):
+        raise bad_request(
+            f"'output_start': {start} is not below the {len(ids)} tokens of prompt and output", "output_start"
+        )
+    if (params.routed_experts_start or 0) >= start:
+        message = f"'routed_experts_prompt_start': {params.routed_experts_start} is not below output_start {start}"
+        raise bad_request(message, "routed_experts_prompt_start")
+    output = tuple(ids[start:])
+    forced = dataclasses.replace(
+        params,
+        trace_decode_token_ids=output,
+        as_decoded=True,
+        max_tokens=params.max_tokens + len(output),
+        min_tokens=params.min_tokens + len(output),
+        logprobs=max(job.logprobs or 0, params.prompt_logprobs or 0),
+    )
+    return dataclasses.replace(job, continuations=(dataclasses.replace(only, sampling=forced),), output_start=start)
 
 
 def formats_of(config: RouterConfig, codec: Codec) -> AnswerFormats:

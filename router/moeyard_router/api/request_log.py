@@ -1,6 +1,6 @@
 """`--log-requests`: a line of JSON per ended sequence, with everything that `moeyard replay` needs to run it again.
 
-`sampling_params` has every parameter, in the form of /inference/v1/generate. Prompts, output ids and
+`sampling_params` has every parameter, in the form of /inference/v1/generate. Prompts, output ids (forced ones too) and
 log-probabilities show what clients wrote, so they are logged only with `--log-prompts`. Otherwise a line has SHA-256
 of the ids, each as 4 bytes in little-endian order.
 """
@@ -114,9 +114,15 @@ def _line(
 ) -> bytes:
     ids = [token for each in output for token in each.token_ids][:count]
     packed = prompt if isinstance(prompt, TokenIds) else TokenIds.of(prompt)
+    params = params_of(sampling)
+    if not prompts:
+        params.pop("trace_decode_token_ids", None)
+    elif sampling.as_decoded and ids:
+        # Tokens that were sampled behind the forced ones are scored, too, when the line is replayed.
+        params["trace_decode_token_ids"] = ids
     found = {
         **head,
-        "sampling_params": params_of(sampling),
+        "sampling_params": params,
         "prompt_tokens": len(packed),
         "prompt_sha256": hashlib.sha256(packed.data).hexdigest(),
         "output_tokens": len(ids),
@@ -152,6 +158,8 @@ def params_of(sampling: SamplingParams) -> dict[str, Any]:
         found["logprobs"] = sampling.logprobs
     if sampling.trace_decode_token_ids:
         found["trace_decode_token_ids"] = sampling.trace_decode_token_ids
+    if sampling.as_decoded:
+        found["score"] = "as_decoded"
     if sampling.grammar is not None:
         found["structured_outputs"] = _outputs_of(sampling.grammar)
     return found

@@ -64,6 +64,8 @@ _UINT63 = 2**63 - 1
 CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]  # the limits are vLLM's
 Seed = Annotated[int, Field(ge=-_UINT63 - 1, le=_UINT63)]
 Count = Annotated[int, Field(ge=1)]
+# How the log-probabilities of a given output are computed: by the formula of decoding, so that they equal sampling's.
+Score = Literal["as_decoded"]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
@@ -172,7 +174,10 @@ class _Generation(StructuredFields, OutputFields, SamplingFields, Strict):
 
 
 class CompletionRequest(_Generation):
-    """Body of POST /v1/completions. `max_tokens` may be 0 for `echo`, `prompt_logprobs` or warming the prefix cache."""
+    """Body of POST /v1/completions. `max_tokens` may be 0 for `echo`, `prompt_logprobs` or warming the prefix cache.
+
+    score: the prompt's ids from `output_start` on are an output. Their log-probabilities have the bits of sampling.
+    """
 
     harmless = IGNORED | THINKING_FIELDS | {"chat_template_args"}
     # The default of `max_tokens`, which is OpenAI's and vLLM's. None stands for all room.
@@ -182,6 +187,16 @@ class CompletionRequest(_Generation):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    score: Score | None = None
+    output_start: Count | None = None
+
+    @model_validator(mode="after")
+    def _scores_an_output(self) -> "CompletionRequest":
+        if (self.score is None) != (self.output_start is None):
+            raise PydanticCustomError("output_start", "score and output_start need each other")
+        if self.score is not None and self.prompt_logprobs is None:
+            raise PydanticCustomError("score", "score needs prompt_logprobs")
+        return self
 
     @field_validator("prompt", mode="after")
     @classmethod

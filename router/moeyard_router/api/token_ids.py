@@ -16,7 +16,15 @@ from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.intake import Intake, Job
 from moeyard_router.api.replies import DONE_EVENT, LOWEST_LOGPROB, MANY_SCORES, LongLists, prompt_logprobs, usage_of
-from moeyard_router.api.schema import CacheSalt, CompletionRequest, DistributionFields, OutputFields, StreamOptions
+from moeyard_router.api.schema import (
+    CacheSalt,
+    CompletionRequest,
+    Count,
+    DistributionFields,
+    OutputFields,
+    Score,
+    StreamOptions,
+)
 from moeyard_router.api.structured import StructuredOutputs
 from moeyard_router.api.translation import Translation, given
 from moeyard_router.errors import ApiError, bad_request
@@ -34,6 +42,8 @@ class TokenSampling(OutputFields, DistributionFields, Strict):
 
     trace_decode_token_ids: the output to produce instead of sampling. The log-probabilities are the model's own. It
         ends after these ids or after `max_tokens`, and other conditions of its end do not apply.
+    score: compute a given output many tokens per step, with the log-probabilities of sampling. The output is
+        `trace_decode_token_ids`, or the prompt's ids from `output_start` on.
     """
 
     # Fields about text, vLLM's processes and caches.
@@ -48,6 +58,8 @@ class TokenSampling(OutputFields, DistributionFields, Strict):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     structured_outputs: StructuredOutputs | None = None
     trace_decode_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    score: Score | None = None
+    output_start: Count | None = None
 
 
 class GenerateRequest(Strict):
@@ -80,8 +92,11 @@ async def token_job(request: GenerateRequest, intake: Intake) -> Job:
         _check_trace(params)
         intake.limits.check_ids(trace, "sampling_params.trace_decode_token_ids")
         trace = trace[: params.max_tokens]
-        body = {name: value for name, value in body.items() if name not in _ENDS}
+        body = {name: value for name, value in body.items() if name not in _REPLACED}
         body |= {"max_tokens": len(trace), "ignore_eos": True}
+    elif params.score is not None and params.output_start is None:
+        needs = "'sampling_params.trace_decode_token_ids', or 'sampling_params.output_start'"
+        raise bad_request(f"'sampling_params.score' needs {needs}", "sampling_params.score")
     translation = Translation(
         kind=_Completion,
         body={
@@ -99,21 +114,30 @@ async def token_job(request: GenerateRequest, intake: Intake) -> Job:
     if not trace:
         return job
     (only,) = job.continuations
-    forced = dataclasses.replace(only.sampling, trace_decode_token_ids=tuple(trace))
+    forced = dataclasses.replace(
+        only.sampling, trace_decode_token_ids=tuple(trace), as_decoded=params.score is not None
+    )
     return dataclasses.replace(job, continuations=(dataclasses.replace(only, sampling=forced),))
 
 
 # Fields that `token_job` does not pass on as they are, and those that a forced output replaces.
 _OWN = frozenset(("dropped", "stop", "trace_decode_token_ids"))
-_ENDS = frozenset(("max_tokens", "min_tokens", "stop", "stop_token_ids"))
+_REPLACED = frozenset(("max_tokens", "min_tokens", "score", "stop", "stop_token_ids"))
 
 
 def _check_trace(params: TokenSampling) -> None:
     """Raise `ApiError` 400 for a parameter that contradicts a forced output."""
-    for name, excluded in (("n", (params.n or 1) > 1), ("structured_outputs", params.structured_outputs is not None)):
+    excluding = {
+        "n": (params.n or 1) > 1,
+        "structured_outputs": params.structured_outputs is not None,
+        "output_start": params.output_start is not None,
+    }
+    for name, excluded in excluding.items():
         if excluded:
             message = f"'sampling_params.{name}' and 'sampling_params.trace_decode_token_ids' exclude each other"
             raise bad_request(message, f"sampling_params.{name}")
+    if params.score is not None and params.logprobs is None:
+        raise bad_request("'sampling_params.score' needs 'sampling_params.logprobs'", "sampling_params.score")
 
 
 class TokenWriter:

@@ -254,9 +254,11 @@ class EngineConfig:
                 f"device {self.device!r} is one GPU, num_workers {self.num_workers} take one each; use device 'cuda'"
             )
         if self.device != "cpu" and self.record_routing is not None and not self.enforce_eager:
-            raise ValueError(
-                "record_routing on a GPU needs enforce_eager: captured steps report no experts to the host"
-            )
+            # A rank knows what its own rows chose, but not what the rows of other ranks or drafts need here.
+            for name, unknown in (("num_workers", self.num_workers > 1), ("speculate", self.speculate is not None)):
+                if unknown:
+                    value = getattr(self, name)
+                    raise ValueError(f"record_routing on GPUs with {name} {value} needs enforce_eager")
         _require_source(self)
         _require_rows(self)
         _require_speculation(self)

@@ -48,6 +48,8 @@ class ExpertCache:
     form: the layout of an expert in a slot.
     num_slots: at most the number of experts. If it is less, the backend's `stream_slots` are added for prompts.
     shared: whether other ranks may read the host memory that the backend keeps experts in (`lent`).
+    captured: whether steps may be captured, in a fleet of one rank. Replayed steps do not call `run`, so the caller
+        records them (`record`).
 
     Call `preload` before the first `run`. If `movable`, the experts may change between steps (`prepare`, then `adopt`).
     Raises ValueError for fewer than 1 slot and for an unknown policy. If the backend decides residency, it also raises
@@ -66,6 +68,7 @@ class ExpertCache:
         policy: str = "slru",
         recorder: RoutingRecorder | None = None,
         shared: bool = False,
+        captured: bool = False,
     ) -> None:
         assert len(set(layers)) == len(layers) > 0, f"layers must be distinct, got {layers}"
         self._layers = tuple(layers)
@@ -76,7 +79,7 @@ class ExpertCache:
         self._policy_name, self._num_streams, self._choices = policy, backend.stream_slots, backend.choices
         self._policy = self._start_policy(num_slots, None)
         self._change: Change | None = None
-        self._recorder, self._step = recorder, 0
+        self._recorder, self._step, self._captured = recorder, 0, captured
         # Called with each layer's rows before they are computed, but not by a replayed graph.
         self.observer: Callable[[int, Dispatched], None] | None = None
         self._expert_bytes, self._source = form.blob_bytes, source
@@ -157,7 +160,12 @@ class ExpertCache:
     @property
     def defers_choices(self) -> bool:
         """Whether the kernels may choose a single row's experts, because nothing here needs their ids."""
-        return self.all_resident and self._recorder is None and self.observer is None
+        return self.all_resident and (self._recorder is None or self._captured) and self.observer is None
+
+    @property
+    def wants_choices(self) -> bool:
+        """Whether the caller must `record` each step."""
+        return self._recorder is not None and self._captured
 
     @property
     def lent(self) -> LentMemory | None:
@@ -205,7 +213,7 @@ class ExpertCache:
             self.observer(layer, dispatched)
         owned = self._owned[self._index[layer]]
         run = self._slots.begin(dispatched, num_experts=len(owned))
-        if self._recorder is not None:
+        if self._recorder is not None and not self._captured:
             decode, prefill = needed(run)
             self._recorder.record(
                 step=self._step, layer=layer, decode=[owned[i] for i in decode], prefill=[owned[i] for i in prefill]
@@ -219,6 +227,19 @@ class ExpertCache:
         else:
             self._run_waves(layer, run)
         return run.result()
+
+    def record(self, step: int, choices: bytes, *, num_rows: int, num_prompt: int) -> None:
+        """Record the accesses of a step from the experts that its rows chose, as `StepRouting` has them. The first
+        `num_prompt` of `num_rows` rows belong to prompts."""
+        assert self._recorder is not None, "nothing is recorded"
+        if not num_rows:
+            return
+        # `ModelConfig.expert_id_bytes` of the model, whose experts are all here.
+        dtype = torch.uint8 if self._width <= 256 else torch.int16
+        ids = torch.frombuffer(bytearray(choices), dtype=dtype).view(num_rows, len(self._layers), -1)
+        for layer, rows in zip(self._layers, ids.unbind(1), strict=True):
+            prompt, decode = (set(part.flatten().tolist()) for part in (rows[:num_prompt], rows[num_prompt:]))
+            self._recorder.record(step=step, layer=layer, decode=sorted(decode), prefill=sorted(prompt - decode))
 
     def look(self, *, wait: bool = False) -> CacheStats:
         """Return the totals. Counts of a device are those of the last read but one, or current ones with `wait`."""

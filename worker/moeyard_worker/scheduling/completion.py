@@ -1,6 +1,7 @@
 """Takes the tokens that a step yielded: which one ends its request, and the messages about both. Pure."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from moeyard_worker.protocol import (
     MAX_PROMPT_EXPERTS,
@@ -26,9 +27,11 @@ def take_tokens(
     eos_token_ids: tuple[int, ...],
     stats: SchedulerStats,
     now: float,
+    row: int,
     experts: bytes = b"",
 ) -> tuple[Tokens, str | None]:
-    """Append the tokens of a completed chunk to its request, and count them. `experts`: those of the chunk's rows.
+    """Append tokens to their request, and count them. The first follows row `row` of the completed chunk, and `experts`
+    are those of the chunk's rows.
 
     Return the message about them and the finish reason, or None. Accepted tokens after the last one are dropped.
     """
@@ -41,7 +44,7 @@ def take_tokens(
     stats.generation_tokens += count
     if request.first_token is None:
         stats.prefilled(request, now)
-    # Tokens that another rank generated were not timed here.
+    # Tokens that another rank generated, or that were known, were not timed here.
     num_gaps = len(request.output) - request.num_given - 1
     if reason is not None and num_gaps > 0 and request.first_token is not None:
         stats.token_seconds.append((now - request.first_token) / num_gaps)
@@ -51,18 +54,17 @@ def take_tokens(
         token_ids=result.token_ids[:count],
         logprobs=result.logprobs[:count],
         cached_tokens=None if start else request.cached_tokens,
-        routed_experts=_behind(request, chunk, experts, count),
+        routed_experts=_behind(request, chunk, experts, range(row, row + count)),
     )
     return tokens, reason
 
 
-def _behind(request: Request, chunk: Chunk, experts: bytes, count: int) -> bytes:
-    """Return the experts of the first `count` sampled rows, if the request wants them."""
+def _behind(request: Request, chunk: Chunk, experts: bytes, rows: range) -> bytes:
+    """Return the experts of these rows of the chunk, if the request wants them."""
     if request.sampling.routed_experts_start is None:
         return b""
     width = len(experts) // chunk.num_tokens
-    first = chunk.num_tokens - chunk.num_sampled
-    return experts[first * width : (first + count) * width]
+    return experts[rows.start * width : rows.stop * width]
 
 
 def _extend(request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[int, ...]) -> str | None:
@@ -79,11 +81,14 @@ def _extend(request: Request, token_ids: tuple[int, ...], eos_token_ids: tuple[i
 def finish_reason(output: Sequence[int], params: SamplingParams, eos_token_ids: tuple[int, ...]) -> str | None:
     """Return the finish reason if the last token ends the output, else None.
 
-    With a grammar, an end-of-sequence token always ends the output: the mask allows it only where the text may end.
+    A forced token ends it only by its length. With a grammar, an end-of-sequence token always ends the output: the mask
+    allows it only where the text may end.
     """
     token_id, ends = output[-1], () if params.grammar is None else eos_token_ids
+    free = len(output) > len(params.trace_decode_token_ids)
     if token_id in ends or (
         len(output) >= params.min_tokens
+        and free
         and (token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids))
     ):
         return "stop"
@@ -129,12 +134,37 @@ def routing_replies(request: Request, chunk: Chunk, routing: PageRouting) -> Ite
 
 
 def score_replies(request: Request, chunk: Chunk, scores: Sequence[TokenLogprob]) -> Iterator[Reply]:
-    """Count the scores of a completed chunk, one per target, and yield them in messages of bounded size."""
+    """Count the scores of a completed chunk, one per target. Yield those of the prompt in messages of bounded size."""
     assert chunk.scoring is not None, "nothing was to be scored"
     assert len(scores) == len(chunk.scoring.targets), f"{len(scores)} scores of {len(chunk.scoring.targets)} tokens"
     first = chunk.start + chunk.scoring.first
     request.num_scored = first + len(scores)
+    scores = _cut(scores[: _num_of_prompt(request, chunk)], request.sampling.prompt_logprobs)
     for i in range(0, len(scores), MAX_PROMPT_LOGPROBS):
         part = tuple(scores[i : i + MAX_PROMPT_LOGPROBS])
         message = PromptLogprobs(request_id=request.request_id, start=first + i + 1, logprobs=part)
         yield Reply(request.client, message)
+
+
+def forced_results(request: Request, chunk: Chunk, scores: Sequence[TokenLogprob]) -> Iterator[tuple[int, Accepted]]:
+    """Yield the forced tokens that a completed chunk has scored, in parts of bounded size, each with the row before its
+    first token."""
+    if chunk.scoring is None:
+        return
+    first, targets = chunk.scoring.first, chunk.scoring.targets
+    for i in range(_num_of_prompt(request, chunk), len(targets), MAX_PROMPT_LOGPROBS):
+        part = slice(i, i + MAX_PROMPT_LOGPROBS)
+        yield first + i, Accepted(targets[part], tuple(_cut(scores[part], request.sampling.logprobs)))
+
+
+def _num_of_prompt(request: Request, chunk: Chunk) -> int:
+    """Return how many of the chunk's targets belong to the prompt. They come first."""
+    assert chunk.scoring is not None, "nothing was to be scored"
+    return max(min(len(request.prompt) - 1 - chunk.start - chunk.scoring.first, len(chunk.scoring.targets)), 0)
+
+
+def _cut(scores: Sequence[TokenLogprob], num_top: int | None) -> Sequence[TokenLogprob]:
+    """Return scores with at most `num_top` alternatives: a chunk of both kinds has computed the larger number."""
+    if all(len(entry.top) <= (num_top or 0) for entry in scores):
+        return scores
+    return [replace(entry, top=entry.top[:num_top]) for entry in scores]

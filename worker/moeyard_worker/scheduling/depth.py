@@ -121,7 +121,7 @@ class Drafting:
             return
         for chunk, result in zip(step.sampled, results, strict=True):
             depth.verified(chunk.num_sampled - 1, len(result.token_ids) - 1)
-        if step.prefill or not results:
+        if step.prefill or step.scored or not results:
             depth.interrupted()
         else:
             # Ranks may have agreed on a larger depth than this one wanted.

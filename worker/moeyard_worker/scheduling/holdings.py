@@ -47,7 +47,7 @@ class Holdings:
 
     def pages_to_start(self, request: Request) -> int:
         """Return the number of pages for all known tokens. With compression, both versions of the prompt count."""
-        kept = self.pages_for(request.length - request.num_dropped)
+        kept = self.pages_for(request.num_fed - request.num_dropped)
         return kept + self.pages_for(len(request.prompt)) if request.num_dropped else kept
 
     def known_prefix(self, request: Request) -> Prefix:
@@ -87,8 +87,8 @@ class Holdings:
         cached = prefix.pages
         self.pool.acquire(cached)
         if request.num_dropped:
-            request.compact = self.pool.allocate(self.pages_for(request.length - request.num_dropped))
-        length = len(request.prompt) if request.num_dropped else request.length
+            request.compact = self.pool.allocate(self.pages_for(request.num_fed - request.num_dropped))
+        length = len(request.prompt) if request.num_dropped else request.num_fed
         request.pages = cached + self.pool.allocate(self.pages_for(length) - len(cached))
         if self.slots.num_slots:
             request.state_slot = self.slots.allocate()

@@ -82,7 +82,8 @@ def by_urgency(
 ) -> tuple[list[tuple[Request, Place]], list[tuple[Request, Place]]]:
     """Return requests whose next chunk is output, and those whose next chunk is prompt, each by age.
 
-    Single next tokens come before recomputed output, because a long recompute must not fill the step.
+    Single next tokens come before recomputed output, because a long recompute must not fill the step. A forced output
+    counts as prompt: its rows would delay the next tokens of other requests as much.
 
     num_drafts: number of drafts that the step in flight makes for each request.
     """
@@ -91,7 +92,7 @@ def by_urgency(
     prompts: list[tuple[Request, Place]] = []
     for request in running:
         place = next_place(request, num_drafts)
-        if place.start < len(request.prompt):
+        if place.start < len(request.prompt) + max(len(request.forced) - 1, 0):
             prompts.append((request, place))
         else:
             (several if request.length - place.start > 1 else single).append((request, place))
@@ -114,7 +115,8 @@ def num_rows(request: Request, place: Place, *, budget: int, config: SchedulerCo
         return 0
     known = request.length - start
     if known > 1:
-        return min(budget, config.prefill_chunk, known)
+        # The last token of a forced output may be that of the request, which is not fed back.
+        return min(budget, config.prefill_chunk, known, request.limit - start)
     if not place.num_drafts:
         return min(budget, 1)
     # Drafts stop at the request's limit. A fed chunk keeps one row if the step in flight may reach the limit.
@@ -166,15 +168,19 @@ def make_chunk(
 def _rows_to_score(request: Request, start: int, end: int) -> Scoring | None:
     """Return the rows to score among positions [start, end), or None.
 
-    A row scores the next prompt token, so the last one scores none. Rows that are recomputed after a preemption are not
+    A row scores the next token of the prompt or of a forced output. Rows that are recomputed after a preemption are not
     reported twice.
     """
-    num_top = request.sampling.prompt_logprobs
-    if num_top is None:
+    params, num_prompt = request.sampling, len(request.prompt)
+    wanted = (params.prompt_logprobs, params.logprobs if request.forced else None)
+    if wanted == (None, None):
         return None
     first = max(start, request.num_scored)
     targets = request.prompt[first + 1 : end + 1]
-    return Scoring(first=first - start, targets=targets, num_top=num_top) if targets else None
+    targets += request.forced[max(first + 1 - num_prompt, 0) : max(end + 1 - num_prompt, 0)]
+    if not targets:
+        return None
+    return Scoring(first=first - start, targets=targets, num_top=max(count for count in wanted if count is not None))
 
 
 def _compaction(request: Request) -> Compaction | None:
@@ -192,4 +198,4 @@ def _token_at(request: Request, position: int) -> int | None:
     if position >= request.length:
         return None
     num_prompt = len(request.prompt)
-    return request.prompt[position] if position < num_prompt else request.output[position - num_prompt]
+    return request.prompt[position] if position < num_prompt else request.known_output[position - num_prompt]

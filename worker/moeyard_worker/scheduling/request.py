@@ -84,9 +84,11 @@ class Request:
     restored: slot of the snapshot that the next chunk starts from; -1 for none.
     snapshots_at: positions at which snapshots of the state are wanted. `taking`: those that planned steps take.
     num_registered: pages of the prompt that are in the prefix index.
-    num_scored: positions whose next token's log-probability was sent, if `prompt_logprobs` are requested.
+    forced: the output tokens that are known from the start and scored like those of a prompt (`as_decoded`).
+    num_scored: positions whose next token's log-probability was sent, or is not requested. Only requests with
+        `prompt_logprobs` or a `forced` output count them.
     num_routed: the prompt's experts were sent up to this position, if they are wanted.
-    num_given: output tokens that it came with from a lost rank.
+    num_given: output tokens that it came with: from a lost rank, or forced.
     excused: seconds of waiting in which no steps ran.
     in_flight: its chunks in planned steps that are not completed, oldest first.
     sample_index: index of the newest of them among the sampled chunks of its step.
@@ -105,6 +107,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     compact: list[int] = field(default_factory=list)
     num_dropped: int = 0
+    forced: tuple[int, ...] = ()
     state_slot: int = -1
     restored: int = -1
     snapshots_at: tuple[int, ...] = ()
@@ -135,20 +138,25 @@ class Request:
         constraint: Constraint | None,
     ) -> "Request":
         """Return the request of a `Submit` with these prompt ids. `hashes` belong to its full pages."""
-        output = list(submit.output_token_ids)
+        output, params, num_scored = list(submit.output_token_ids), submit.sampling, submit.num_scored
+        forced = params.trace_decode_token_ids[: params.max_tokens] if params.as_decoded else ()
+        if forced and (output or params.prompt_logprobs is None):
+            # The row of the prompt's last token scores the first output token.
+            num_scored = len(prompt) - 1 + len(output)
         return cls(
             client=client,
             request_id=submit.request_id,
             prompt=prompt,
-            sampling=submit.sampling,
+            sampling=params,
             arrived=arrived,
             hashes=hashes,
             constraint=constraint,
             output=output,
-            num_scored=submit.num_scored,
-            num_routed=max(submit.num_routed, submit.sampling.routed_experts_start or 0),
-            num_given=len(output),
-            num_dropped=num_dropped(submit.sampling, len(prompt)),
+            forced=forced,
+            num_scored=num_scored,
+            num_routed=max(submit.num_routed, params.routed_experts_start or 0),
+            num_given=max(len(output), len(forced)),
+            num_dropped=num_dropped(params, len(prompt)),
         )
 
     @property
@@ -157,14 +165,24 @@ class Request:
         return self.client, self.request_id
 
     @property
+    def known_output(self) -> Sequence[int]:
+        """The output so far, or all of the forced output if that is longer."""
+        return self.output if len(self.output) >= len(self.forced) else self.forced
+
+    @property
     def length(self) -> int:
-        """Number of prompt and output tokens so far."""
-        return len(self.prompt) + len(self.output)
+        """Number of known tokens of prompt and output."""
+        return len(self.prompt) + max(len(self.output), len(self.forced))
 
     @property
     def limit(self) -> int:
         """Number of positions to compute: the prompt, and all output but the last token, which is not fed back."""
         return len(self.prompt) + max(self.sampling.max_tokens, 1) - 1
+
+    @property
+    def num_fed(self) -> int:
+        """Number of positions of known tokens: all but the last token of the request, which is not fed back."""
+        return min(self.length, self.limit)
 
     @property
     def window(self) -> int:
@@ -185,7 +203,7 @@ class Request:
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Return the known token ids at positions [start, end), which must not cross the end of the prompt."""
         p = len(self.prompt)
-        return self.prompt[start:end] if start < p else tuple(self.output[start - p : end - p])
+        return self.prompt[start:end] if start < p else tuple(self.known_output[start - p : end - p])
 
 
 def num_dropped(sampling: SamplingParams, num_prompt: int) -> int:

@@ -45,6 +45,8 @@ def sampling_error(params: SamplingParams, vocab_size: int) -> str | None:
     trace = params.trace_decode_token_ids
     if trace and not (min(trace) >= 0 and max(trace) < vocab_size):
         return f"trace_decode_token_ids has an id outside the vocabulary of {vocab_size}"
+    if params.as_decoded and (not trace or params.logprobs is None):
+        return "as_decoded needs trace_decode_token_ids and logprobs"
     if trace and params.grammar is not None:
         return "trace_decode_token_ids and a grammar exclude each other"
     if params.grammar is not None:

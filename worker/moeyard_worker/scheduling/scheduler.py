@@ -21,6 +21,7 @@ from moeyard_worker.scheduling.completion import (
     done,
     expired,
     finish_reason,
+    forced_results,
     routing_replies,
     score_replies,
     take_tokens,
@@ -296,16 +297,22 @@ class Scheduler:
             row += chunk.num_tokens
             if not request.ended:
                 replies += score_replies(request, chunk, scored) if scored else ()
-                replies += self._advance(request, chunk, result, now, chosen)
+                replies += self._advance(request, chunk, result, now, chosen, scored)
             elif not request.in_flight:
                 self._roster.leaving.remove(request)
                 self._holdings.release(request)
         return replies
 
     def _advance(
-        self, request: Request, chunk: Chunk, result: Accepted | None, now: float, experts: bytes
+        self,
+        request: Request,
+        chunk: Chunk,
+        result: Accepted | None,
+        now: float,
+        experts: bytes,
+        scores: Sequence[TokenLogprob],
     ) -> list[Reply]:
-        """Count the rows of a completed chunk, which chose these experts, and take its tokens."""
+        """Count the rows of a completed chunk, which chose these experts, and take its tokens: forced, then sampled."""
         assert 0 <= request.num_computed - chunk.start <= chunk.slack, "the chunk does not start where it may"
         num_accepted = 0 if result is None else len(result.token_ids)
         assert num_accepted <= chunk.num_sampled, f"{num_accepted} tokens of {chunk.num_sampled} sampled rows"
@@ -320,6 +327,8 @@ class Scheduler:
                 if request.sampling.routed_experts_start is not None:
                     replies += routing_replies(request, chunk, self._routing)
             self._holdings.register(request)
+        for row, forced in forced_results(request, chunk, scores):
+            replies += self._take(request, chunk, forced, now, experts, row=row)
         if result is not None:
             return replies + self._accept(request, chunk, result, now, experts)
         if request.sampling.max_tokens or request.num_computed < len(request.prompt):
@@ -331,16 +340,24 @@ class Scheduler:
     def _accept(self, request: Request, chunk: Chunk, result: Accepted, now: float, experts: bytes) -> list[Reply]:
         if result.error is not None:
             return [Reply(request.client, self._finish(request, "error", result.error, retryable=False))]
+        replies = self._take(request, chunk, result, now, experts, row=chunk.num_tokens - chunk.num_sampled)
+        if not request.ended:
+            request.drafts = result.drafts
+            if self.config.num_drafts and not request.in_flight:
+                self._holdings.give_back(request)
+        return replies
+
+    def _take(
+        self, request: Request, chunk: Chunk, result: Accepted, now: float, experts: bytes, *, row: int
+    ) -> list[Reply]:
+        """Take tokens of which the first follows row `row` of the chunk, and end the request if one of them does."""
         eos = self.config.eos_token_ids
         tokens, reason = take_tokens(
-            request, chunk, result, eos_token_ids=eos, stats=self.stats, now=now, experts=experts
+            request, chunk, result, eos_token_ids=eos, stats=self.stats, now=now, row=row, experts=experts
         )
         replies = [Reply(request.client, tokens)]
         if reason is not None:
-            return [*replies, Reply(request.client, self._finish(request, reason))]
-        request.drafts = result.drafts
-        if self.config.num_drafts and not request.in_flight:
-            self._holdings.give_back(request)
+            replies.append(Reply(request.client, self._finish(request, reason)))
         return replies
 
     def _finish(self, request: Request, reason: str, error: str | None = None, *, retryable: bool = True) -> Done:

@@ -7,7 +7,7 @@ RequestKey = tuple[bytes, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """Rows of a prompt chunk whose known next tokens are scored: `targets[i]` follows row `first` + i.
+    """Rows of a chunk whose known next tokens are scored: `targets[i]` follows row `first` + i.
 
     num_top: number of most likely tokens to report with each.
     """
@@ -54,7 +54,7 @@ class Chunk:
         the last accepted token, the drafts and the exact start from there, and `token_ids` are zeros. All rows of a fed
         chunk are sampled. A row without a draft may hold any token.
     slack: how much later than `start` a fed chunk may start; 0 without drafts.
-    scoring: rows to score, None unless log-probabilities of the prompt are requested.
+    scoring: rows to score, None unless log-probabilities of the prompt or of a forced output are requested.
     following: the token after the last row, if it is known and drafts need it.
     compaction: compression of the prompt that this chunk ends, or None.
     """
@@ -103,7 +103,8 @@ class Chunk:
 class Step:
     """One lockstep step of one rank. Rows of prompt chunks come first, then those of decode chunks.
 
-    A decode chunk usually has one row. It has more when it verifies drafts or recomputes output after a preemption.
+    A decode chunk usually has one row. It has more when it verifies drafts, computes a forced output, or recomputes
+    output after a preemption.
 
     num_drafts: how many tokens to draft after each sampled one. Ranks agree on the largest wish.
     """
@@ -140,7 +141,7 @@ class Step:
     @property
     def scored(self) -> tuple[Chunk, ...]:
         """The chunks with scored rows, in row order."""
-        return tuple(c for c in self.prefill if c.scoring is not None)
+        return tuple(c for c in self.chunks if c.scoring is not None)
 
     @property
     def sample_rows(self) -> tuple[int, ...]:

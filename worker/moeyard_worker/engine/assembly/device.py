@@ -37,6 +37,8 @@ class CpuDevice:
     footprints: Footprints = cpu_footprint
     # Whether all ranks of a host share one memory.
     shared = True
+    # Whether its steps are captured, unless --enforce-eager.
+    captures = False
 
     def __init__(self, config: EngineConfig) -> None:
         self.backend = cpu_backend(config.page_size)
@@ -84,6 +86,7 @@ class CudaDevice:
 
     footprints: Footprints = cuda_footprint
     shared = False
+    captures = True
 
     def __init__(self, config: EngineConfig, gpu: int) -> None:
         self._device = check_gpu(config.device, gpu=gpu, num_workers=config.num_workers)

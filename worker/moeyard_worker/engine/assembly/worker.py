@@ -171,6 +171,7 @@ class Worker:
             policy=config.expert_policy,
             recorder=self._recording,
             shared=config.expert_fetch != "alone",
+            captured=self._device.captures and not config.enforce_eager,
         )
         self._total = self.checkpoint.dense_bytes() + experts.num_preloaded * slot
         exchange = build_exchange(
@@ -186,7 +187,7 @@ class Worker:
         if not (exchange.traits.capturable or config.enforce_eager or config.device == "cpu"):
             log.info("the exchange needs the host: steps are launched kernel by kernel, none is captured")
         routing = None
-        if config.enable_return_routed_experts:
+        if config.enable_return_routed_experts or experts.wants_choices:
             routing = StepRouting(
                 model.routed_layers,
                 # Captured steps are padded.
@@ -232,7 +233,7 @@ class Worker:
                 chunk_alignment=state.chunk_alignment,
                 by_position=state.by_position,
                 compressible=state.compressible,
-                routing_bytes=0 if routing is None else routing.row_bytes,
+                routing_bytes=routing.row_bytes if routing and config.enable_return_routed_experts else 0,
             )
         )
         step_runner = self.runner = self._device.step_runner(runner, config, plan)

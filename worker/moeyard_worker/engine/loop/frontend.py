@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import zmq
 
 from moeyard_worker.keys import WorkerKeys
-from moeyard_worker.protocol import Message, PromptExperts, PromptLogprobs, TokenBatch, Tokens
+from moeyard_worker.protocol import MAX_PROMPT_LOGPROBS, Message, PromptExperts, PromptLogprobs, TokenBatch, Tokens
 from moeyard_worker.refusals import Refusals
 from moeyard_worker.scheduling.request import Reply
 from moeyard_worker.sockets import REFUSED_EVENTS, Gate, count_refused, lock, next_event, set_heartbeats, watch
@@ -28,14 +28,15 @@ _TURN_S = 0.5
 def in_frames(replies: Iterable[Reply]) -> Iterator[tuple[bytes, Message]]:
     """Yield each router's messages of a step in few frames: those about prompts, then all tokens in one frame.
 
-    Other messages, such as ends of requests, follow in order.
+    Tokens of a forced output that fill a message have frames of their own, before the others of their request. Other
+    messages, such as ends of requests, follow in order.
     """
     tokens: dict[bytes, list[Tokens]] = {}
     others: list[Reply] = []
     for reply in replies:
-        if isinstance(reply.message, Tokens):
+        if isinstance(reply.message, Tokens) and len(reply.message.token_ids) < MAX_PROMPT_LOGPROBS:
             tokens.setdefault(reply.client, []).append(reply.message)
-        elif isinstance(reply.message, PromptLogprobs | PromptExperts):
+        elif isinstance(reply.message, PromptLogprobs | PromptExperts | Tokens):
             yield reply.client, reply.message
         else:
             others.append(reply)

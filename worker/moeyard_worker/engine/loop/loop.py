@@ -25,7 +25,7 @@ from moeyard_worker.engine.loop.loss import Loss, make_loss
 from moeyard_worker.engine.loop.metrics import WorkerMetrics
 from moeyard_worker.engine.loop.pacing import Pacing
 from moeyard_worker.engine.loop.reporting import Reporter
-from moeyard_worker.engine.sampling.forced_output import ForcedOutput
+from moeyard_worker.engine.sampling.forced_output import forced_output
 from moeyard_worker.engine.sampling.grammars import GrammarQueue, Grammars
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.engine.steps.in_flight import LaunchedStep
@@ -245,8 +245,8 @@ class Engine:
     def _submit(self, client: bytes, message: Submit) -> None:
         now = time.monotonic()
         if message.sampling.grammar is None:
-            trace, vocab_size = message.sampling.trace_decode_token_ids, self._scheduler.config.vocab_size
-            self._add(client, message, now, ForcedOutput(trace, vocab_size=vocab_size) if trace else None)
+            vocab_size = self._scheduler.config.vocab_size
+            self._add(client, message, now, forced_output(message.sampling, vocab_size=vocab_size))
             return
         # A request that can never run needs no grammar.
         rejected = refusal(message, self._scheduler.config) or self._grammars.add(client, message, now)
@@ -325,7 +325,12 @@ class Engine:
         now = time.monotonic()
         if self._pacing is not None:
             self._pacing.completed(launched.device_seconds, now=now)
-        replies = self._scheduler.complete(step, results, now, launched.scores, launched.experts)
+        chosen = launched.experts
+        if self._experts.wants_choices:
+            self._experts.record(number, chosen, num_rows=step.num_tokens, num_prompt=step.num_prefill_tokens)
+        if not self._scheduler.config.routing_bytes:
+            chosen = b""
+        replies = self._scheduler.complete(step, results, now, launched.scores, chosen)
         for client, message in in_frames(replies):
             self._send(client, message)
         # If steps overlap, the time of one begins when the previous one is done.

@@ -4,7 +4,6 @@ A request's row is written once from its prompt and output. Each step then adds 
 need not wait for the tokens of the step before.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -73,7 +72,7 @@ class EditCounts:
         return self._count(chunk, request, here, before)
 
     def _count(self, chunk: Chunk, request: Request, here: set[RequestKey], before: Yielded | None) -> Counted:
-        output: Sequence[int] = request.output
+        output = request.known_output
         if chunk.fed is not None:
             assert before is not None, "a fed chunk needs the step before"
             output = [*output, *before.results[chunk.fed].token_ids]

@@ -1,11 +1,12 @@
 """An output that a request fixes in advance, as a grammar that allows one token at each position.
 
 Samplers compute log-probabilities before masks, so these are the model's own. Drafts, fed rows and recovery treat the
-output like that of any grammar.
+output like that of any grammar. With `as_decoded` the scheduler knows the output and needs no mask (`Request.forced`).
 """
 
 from collections.abc import Sequence
 
+from moeyard_worker.protocol import SamplingParams
 from moeyard_worker.scheduling.request import Mask
 
 
@@ -26,3 +27,9 @@ class ForcedOutput:
 
     def expect(self, output: Sequence[int]) -> None:
         """Do nothing: a mask takes microseconds."""
+
+
+def forced_output(params: SamplingParams, *, vocab_size: int) -> ForcedOutput | None:
+    """Return the constraint of a request whose output is forced one token per step, or None."""
+    trace = params.trace_decode_token_ids
+    return ForcedOutput(trace, vocab_size=vocab_size) if trace and not params.as_decoded else None

@@ -89,7 +89,7 @@ def sampled_rows(step: Step, requests: Sequence[Request], before: Yielded | None
     Waits for masks that are being computed, so call it after the forward pass is launched."""
     found: list[tuple[Request, Sequence[int]]] = []
     for chunk, request in zip(step.sampled, requests, strict=True):
-        known: Sequence[int] = request.output
+        known = request.known_output
         if chunk.fed is not None:
             assert before is not None, "a fed chunk needs the step before"
             known = [*known, *before.results[chunk.fed].token_ids]
