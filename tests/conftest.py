@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import zlib
+from typing import Any
 
 import hypothesis
 import pytest
@@ -17,10 +18,12 @@ import torch  # noqa: E402 - after its settings
 from tests import interpreter  # noqa: E402 - after its settings
 from tests.cover import chosen, part_of_this_commit  # noqa: E402 - after its settings
 
-# Other processes may take a machine's cores for a while, so no property has a deadline. The suite always tries the same
-# examples, so that a failure comes from a change. `--hypothesis-profile search` tries others.
-hypothesis.settings.register_profile("search", deadline=None)
-hypothesis.settings.register_profile("same examples", deadline=None, derandomize=True)
+# Other processes may take a machine's cores for a while, so no property has a deadline, and slow examples are no error.
+# The suite always tries the same examples, so that a failure comes from a change. `--hypothesis-profile search` tries
+# others.
+unhurried: Any = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("search", **unhurried)
+hypothesis.settings.register_profile("same examples", derandomize=True, **unhurried)
 hypothesis.settings.load_profile("same examples")
 
 # A shell ignores these signals for a background command and its children, so that a server would rightly not stop.
