@@ -299,6 +299,29 @@ def test_drafts_need_rows_of_their_own(with_drafts: Path, monkeypatch: pytest.Mo
         assert rank.run(requests())[0] != expected
 
 
+@pytest.mark.slow
+def test_drafts_behind_long_prompts(tmp_path: Path) -> None:
+    """Prompts of 1 to 30,000 tokens, in which an indexer chooses 64 of up to 7,500 entries."""
+    directory = make_checkpoint(tmp_path, "deepseek_v4", seed=2, max_position_embeddings=32768, index_topk=64)
+    publish_v4(directory)
+    add_v4_drafts(directory)
+    edit_config(directory, rope_scaling={"type": "yarn", "factor": 8, "original_max_position_embeddings": 4096})
+    generator = torch.Generator().manual_seed(6)
+    asked = {}
+    for i in range(10):
+        length = round(30_000 ** (i / 9))
+        prompt = torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
+        sampling = SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i, logprobs=1, ignore_eos=True)
+        asked[str(length)] = (prompt, sampling)
+    common: dict[str, Any] = {"max_num_seqs": 8, "kv_memory": 256 << 20, "snapshot_memory": 32 << 20}
+    with Rank(directory, **common) as rank:
+        expected = rank.run(asked)[0]
+    with Rank(directory, speculate="mtp", draft_tokens=3, **common) as rank:
+        found, stats = rank.run(asked)
+    assert found == expected
+    assert stats.accepted[2] > 0
+
+
 PARTS = ("first", "second", "third")
 
 
