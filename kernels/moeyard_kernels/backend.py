@@ -12,6 +12,7 @@ per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from moeyard_kernels.types.gate import Chosen, ExpertParts, TokenChoice
@@ -224,6 +225,10 @@ class Backend(Protocol):
     def mla(self, layer: MlaLayer) -> MlaAttend: ...
     def gdn(self, layer: GdnLayer) -> DeltaMix: ...
     def kda(self, layer: KdaLayer) -> DeltaMix: ...
+
+    def rebuilding(self) -> AbstractContextManager[None]:
+        """Return a context in which the objects of all layers are made again, in the same order, to take their weights.
+        They use the counters of the first ones."""
 
     def expert_slots(self, *, num_slots: int, form: ExpertForm) -> ExpertSlots:
         """Allocate memory for routed experts."""

@@ -94,7 +94,8 @@ class CudaResidency:
         self._host.put(layer * self._num_experts + expert, fill)
 
     def start(self) -> int:
-        """Fill the slots as the policy starts, once all experts are stored; return the bytes copied."""
+        """Fill the slots by the policy once all experts are stored, also again; return the bytes copied."""
+        self._ahead = (-1, [])
         for slot, key in enumerate(self._state.keys.tolist()):
             self._copy(key, slot)
         self._side.synchronize()

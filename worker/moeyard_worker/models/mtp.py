@@ -7,6 +7,7 @@ token at i + 2. For further tokens the layer takes its own output in place of th
 import torch
 
 from moeyard_kernels.backend import Backend, StepPlan
+from moeyard_worker.layers.overwriting import overwrite
 from moeyard_worker.models.decoder import Decoder, DecoderLayer, Load, load_all
 from moeyard_worker.models.spec import DraftSpec
 
@@ -18,6 +19,12 @@ class Drafter:
         self._layer, self._model, self._backend = layer, model, backend
         self._token_norm, self._hidden_norm = load(spec.token_norm), load(spec.hidden_norm)
         self._join, self._head_site = load(spec.join), model.streams.site(load_all(load, spec.head_site))
+
+    def overwrite(self, spec: DraftSpec, load: Load) -> None:
+        """Load weights into the memory of the present ones, but for those of `layer`, which the model overwrites."""
+        parts = (load(spec.token_norm), load(spec.hidden_norm), load(spec.join))
+        overwrite((self._token_norm, self._hidden_norm, self._join), parts)
+        overwrite(self._head_site, self._model.streams.site(load_all(load, spec.head_site)))
 
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """Return the rows [num_rows, H] that the head reads.

@@ -27,8 +27,10 @@ def take_tokens(
     stats: SchedulerStats,
     now: float,
     experts: bytes = b"",
+    weight_version: str = "",
 ) -> tuple[Tokens, str | None]:
     """Append the tokens of a completed chunk to its request, and count them. `experts`: those of the chunk's rows.
+    `weight_version`: of the weights that computed it.
 
     Return the message about them and the finish reason, or None. Accepted tokens after the last one are dropped.
     """
@@ -45,6 +47,7 @@ def take_tokens(
     num_gaps = len(request.output) - request.num_given - 1
     if reason is not None and num_gaps > 0 and request.first_token is not None:
         stats.token_seconds.append((now - request.first_token) / num_gaps)
+    known, request.weight_version = request.weight_version, weight_version
     tokens = Tokens(
         request_id=request.request_id,
         start=start,
@@ -52,6 +55,7 @@ def take_tokens(
         logprobs=result.logprobs[:count],
         cached_tokens=None if start else request.cached_tokens,
         routed_experts=_behind(request, chunk, experts, count),
+        weight_version=None if known == weight_version else weight_version,
     )
     return tokens, reason
 
