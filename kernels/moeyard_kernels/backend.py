@@ -148,6 +148,9 @@ class ExpertSlots(Protocol):
     def write(self, slot: int, fill: Fill) -> None:
         """Put the expert that `fill` writes into a slot."""
 
+    def contents(self, slot: int) -> tuple[torch.Tensor, ...]:
+        """Return the memory of a slot, to read."""
+
     def slot_table(self, slots: Sequence[int]) -> Opaque:
         """Return the slot of each local expert as `ExpertRun.compute` reads it; -1 for an expert that does not run."""
 

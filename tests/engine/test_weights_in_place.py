@@ -3,7 +3,6 @@
 Graphs are played on a CPU (`captured_on_cpu.py`), so the addresses are compared too.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from tests.engine.test_speculation_cuda import runner, same
 from tests.rank import Rank, Reply
 
 from moeyard_worker.config.worker_spec import ServedWeights
-from moeyard_worker.layers.overwriting import _members, overwrite
+from moeyard_worker.layers.overwriting import overwrite, tensors
 from moeyard_worker.protocol import SamplingParams
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -37,21 +36,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return options, found
 
 
-def tensors(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield every tensor that an object of a model holds."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    for each in _members(value).values():
-        yield from tensors(each, seen)
-
-
 def addresses(rank: Rank) -> list[int]:
     found = runner(rank)._runner
-    return [each.data_ptr() for each in tensors((found.model, found.speculation, rank.worker.experts), set())]
+    holders = (found.model, found.speculation, rank.worker.experts)
+    return [each.data_ptr() for _, each in tensors(holders, "rank")]
 
 
 def answers(rank: Rank) -> dict[str, Reply]:

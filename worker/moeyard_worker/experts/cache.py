@@ -6,7 +6,7 @@ the policy in each layer. Both make the same decisions.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -306,6 +306,19 @@ class ExpertCache:
             return
         order = [staged.packed.get(key) or slots.pack(self._filling(*key)) for key in self._residents()]
         slots.rearrange([*order, *[None] * self._num_passing])
+
+    def stored(self) -> Iterator[tuple[ExpertKey, tuple[torch.Tensor, ...]]]:
+        """Yield (layer, global id) and the memory of each expert that this rank holds for good.
+
+        Without slots for all experts, a CPU holds none: the files are the store.
+        """
+        if self._residency is not None:
+            for i, layer in enumerate(self._layers):
+                for local, expert in enumerate(self._owned[i]):
+                    yield (layer, expert), (self._residency.stored(i, local),)
+        elif self.all_resident:
+            for slot, key in enumerate(self._residents()):
+                yield key, self._slots.contents(slot)
 
     def owned_keys(self) -> list[ExpertKey]:
         """Return (layer, global id) of all experts of this rank."""

@@ -5,7 +5,7 @@ weights in forms of their own (packed, transposed, joined). So a second layer is
 tensors are copied into those of the first one. Both layers have the same structure, because one model built them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -28,6 +28,24 @@ def overwrite(target: Any, source: Any) -> None:
             raise ValueError(f"{place} cannot be overwritten in place: {kinds}; start the server with these weights")
     for old, new, _ in pairs:
         old.copy_(new)
+
+
+def tensors(value: Any, place: str, without: Collection[int] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each tensor that an object holds, with the name of its place. Packed tensors come unpacked.
+
+    without: the ids of objects that do not count.
+    """
+    seen = set(without)
+    waiting = [(place, value)]
+    while waiting:
+        place, each = waiting.pop()
+        if isinstance(each, _PLAIN) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            yield place, each if each.layout == torch.strided else each.to_dense()
+            continue
+        waiting += [(f"{place}.{name}", member) for name, member in _members(each).items()]
 
 
 def _pairs(target: Any, source: Any, place: str, seen: set[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:

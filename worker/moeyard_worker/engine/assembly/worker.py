@@ -6,13 +6,15 @@ epoch), `connect`, `prepare` if the rank gets other experts, `rejoin`, and `wait
 called at any time, in any thread. A rank that joins later loads before it meets its peers. Arguments and results are
 plain values.
 
-New weights: `stage_weights` while steps run, then `discard_weights`, or between two epochs `use_weights` and `rebind`.
+New weights: `stage_weights` while steps run, then `discard_weights`; or between two epochs `use_weights`, then
+`rebind`.
 """
 
+import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 
-from moeyard_worker.checkpoint.check import CheckedCheckpoint, check_weights
+from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_weights
 from moeyard_worker.checkpoint.identity import CONFIG_NAME, content
 from moeyard_worker.checkpoint.loading import CheckpointWeights, open_weights, read_through
 from moeyard_worker.config.engine_config import EngineConfig, SchedulerConfig, format_size, loading_rates
@@ -34,7 +36,7 @@ from moeyard_worker.engine.assembly.fitting import Planner, plan_or_suggest, ran
 from moeyard_worker.engine.assembly.topology import bind_mesh, patience, settle_exchange
 from moeyard_worker.engine.loop.faults import out_of_memory
 from moeyard_worker.engine.loop.frontend import Frontend
-from moeyard_worker.engine.loop.loop import Engine, WeightChange
+from moeyard_worker.engine.loop.loop import Engine
 from moeyard_worker.engine.loop.loss import Loss
 from moeyard_worker.engine.loop.metrics import WorkerMetrics
 from moeyard_worker.engine.memory.host_memory import available_memory
@@ -259,7 +261,7 @@ class Worker:
             on_loss=self._ended.put,
             grammars=self.grammars,
         )
-        self._engine.change_weights(WeightChange(lambda: None, self._weights.version, found))
+        self._engine.change_weights(self._weights.version, found)
         log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
         read = None if staging is None else weights.read_rate
         log.info("%s", loading_rates(self._loaded, seconds, read))
@@ -362,20 +364,24 @@ class Worker:
         self._staged = None
 
     def use_weights(self, weights: ServedWeights) -> dict[str, Any]:
-        """Serve the staged weights from the next epoch on. Call it between epochs, before `rebind`. Return as `stage`.
+        """Put the staged weights into use. Call it between two epochs, before `rebind`. Return as `stage_weights`.
 
-        Raises ValueError if other weights, or none, are staged.
+        A second call does nothing. Raises ValueError if other weights, or none, are staged, and the error of a file
+        that cannot be read any more. Then the rank may hold a mixture, and must be replaced.
         """
-        staged, self._staged = self._staged, None
-        if staged is None or staged.weights != weights:
-            raise ValueError(f"rank {self._spec.rank} has not read {weights}")
         assert self._engine is not None, "a rank loads before its weights change"
-        self._weights, self.checkpoint = weights, staged.checkpoint
-        facts = self._facts(staged.checkpoint)
-        self._engine.change_weights(WeightChange(staged.change, weights.version, facts["fingerprint"]))
+        staged, self._staged = self._staged, None
+        if weights != self._weights:
+            if staged is None or staged.weights != weights:
+                raise ValueError(f"rank {self._spec.rank} has not read {weights}")
+            self._device.activate()
+            staged.change()
+            self._weights, self.checkpoint = weights, staged.checkpoint
+        facts = self._facts(self.checkpoint)
+        self._engine.change_weights(weights.version, facts["fingerprint"])
         return facts
 
-    def _facts(self, checkpoint: CheckedCheckpoint) -> dict[str, Any]:
+    def _facts(self, checkpoint: CheckedCheckpoint | DummyCheckpoint) -> dict[str, Any]:
         found = fingerprint(self._spec.config, checkpoint, self._model, device=self._device.name)
         return {"weights": dict(checkpoint.identity), "fingerprint": found}
 
@@ -422,6 +428,15 @@ class Worker:
     def _pause(self, *, paused: bool) -> None:
         assert self._engine is not None, "a rank loads before it pauses"
         self._engine.pause(paused=paused)
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Return SHA-256 digests of the weights in this rank's memory, by name, in the layout of its kernels."""
+        self._device.activate()
+        at = f"rank{self._spec.rank}"
+        found = {f"{at}.{name}": checksum((tensor,)) for name, tensor in self.runner.weights()}
+        for (layer, expert), parts in self.experts.stored():
+            found[f"{at}.layers.{layer}.experts.{expert}"] = checksum(parts)
+        return found
 
     def _run(self) -> None:
         engine = self._engine
@@ -478,6 +493,15 @@ class StagedWeights:
     weights: ServedWeights
     checkpoint: CheckedCheckpoint
     change: Callable[[], None]
+
+
+def checksum(parts: Iterable[torch.Tensor]) -> str:
+    """Return the SHA-256 of the bytes of tensors."""
+    digest = hashlib.sha256()
+    for each in parts:
+        plain = each if each.layout == torch.strided else each.to_dense()
+        digest.update(plain.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def check_model(config: EngineConfig, model: ModelConfig, weights: ServedWeights) -> None:

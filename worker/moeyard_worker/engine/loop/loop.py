@@ -52,17 +52,6 @@ class Polled(NamedTuple):
     peers: bool
 
 
-class WeightChange(NamedTuple):
-    """New weights of a rank. `apply` puts them into use, in the loop's thread.
-
-    version, fingerprint: the name of the weights, and the hash of all that may change bits of answers with them.
-    """
-
-    apply: Callable[[], None]
-    version: str
-    fingerprint: str
-
-
 class Poller:
     """Waits for messages of routers (`sources`), frames of peers (from `watch` to `unwatch`) and calls of `wake`."""
 
@@ -153,7 +142,7 @@ class Engine:
         self._on_loss = on_loss
         self._next: tuple[Mesh, int, Placement] | None = None  # the arguments of `rejoin`
         self._ending: tuple[int, str] | None = None  # the epoch to end, and why
-        self._change: WeightChange | None = None  # for the beginning of the next epoch
+        self._weights: tuple[str, str] | None = None  # the arguments of `change_weights`
         self._paused = False
         self._stopping = False
 
@@ -174,9 +163,13 @@ class Engine:
         self._ending = (self.epoch if coming is None else coming[0].epoch, reason)
         self._poller.wake()
 
-    def change_weights(self, change: "WeightChange") -> None:
-        """Use other weights from the beginning of the next epoch on. Call it between epochs, or before the first."""
-        self._change = change
+    def change_weights(self, version: str, fingerprint: str) -> None:
+        """Drop what was computed with other weights when the next epoch begins. Call it before the first one, too.
+
+        The caller has changed the weights between two epochs. `fingerprint`: hash of all that may change bits of
+        answers with them.
+        """
+        self._weights = version, fingerprint
 
     def pause(self, *, paused: bool) -> None:
         """Plan no more steps of this rank's own, or plan them again. It takes part in its peers' steps. Any thread."""
@@ -401,10 +394,9 @@ class Engine:
     def _begin_epoch(self, mesh: Mesh, step: int, placement: Placement) -> None:
         """Continue from the state in which the previous epoch left this rank."""
         self.mesh, self._lockstep = mesh, Lockstep(mesh)
-        if (change := self._change) is not None:
-            change.apply()
-            self._scheduler.renew(change.version)
-            self._reporter.fingerprint, self._change = change.fingerprint, None
+        if self._weights is not None:
+            (version, self._reporter.fingerprint), self._weights = self._weights, None
+            self._scheduler.renew(version)
         self._experts.adopt(placement.experts(self.rank))
         self.epoch = self._reporter.epoch = mesh.epoch
         self._reporter.num_ranks = len(mesh.members)

@@ -113,6 +113,10 @@ class GpuRunner:
         """Load other dense weights to the addresses that captured steps read. No step may be in flight."""
         self._runner.overwrite(spec, load)
 
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the dense weights in memory, by names of their places."""
+        return self._runner.weights()
+
     def sizes(self) -> Iterator[StepSize]:
         """Yield the size of every step that is captured."""
         sequences, pages = self._max_sequences, self._max_pages

@@ -1,6 +1,6 @@
 """Runs steps on one rank: takes a `Step` and returns the results of its sampled chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from moeyard_worker.engine.sampling.scoring import Scores, read_scores, score, u
 from moeyard_worker.engine.steps.drafting import Speculation
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.layers.moe import Experts
+from moeyard_worker.layers.overwriting import tensors
 from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.models.decoder import Decoder, Load
 from moeyard_worker.models.mtp import Drafter
@@ -136,6 +137,18 @@ class Runner:
             if self.speculation is not None:
                 assert spec.draft is not None, "the drafts have a layer"
                 self.speculation.drafter.overwrite(spec.draft, load)
+
+    @torch.inference_mode()
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the dense weights in memory, by names of their places."""
+        states = {each.data_ptr() for arrays in self._state.values() for each in arrays.values()}
+        shared = {id(each) for each in (self.backend, self.exchange, self._experts, self.routing)}
+        drafter = None if self.speculation is None else self.speculation.drafter
+        for each, name in ((self.model, "model"), (drafter, "drafts")):
+            for place, tensor in tensors(each, name, shared):
+                if tensor.data_ptr() not in states:
+                    yield place, tensor
+                shared.add(id(tensor))
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:
