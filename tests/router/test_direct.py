@@ -69,7 +69,9 @@ class Answer:
         self.generation = Generation(
             job, reply_id=name, fleet=fleet, tokens=tokens, metrics=RouterMetrics("tiny"), arrived=0.0
         )
-        self.writer = SURFACES[api].writer(job, reply_id=name, served=lambda: {"model": "tiny"}, created=0, tokens=tokens)
+        self.writer = SURFACES[api].writer(
+            job, reply_id=name, served=lambda: {"model": "tiny"}, created=0, tokens=tokens
+        )
         direct = self if with_direct else None
         self.task = asyncio.create_task(self._stream(job, direct))
 
@@ -286,7 +288,9 @@ def test_refused_choice_of_a_whole_answer(job_of, tool_codec):
         generation = Generation(
             job, reply_id="same", fleet=fleet, tokens=tokens, metrics=RouterMetrics("tiny"), arrived=0.0
         )
-        writer = SURFACES["completion"].writer(job, reply_id="same", served=lambda: {"model": "tiny"}, created=0, tokens=tokens)
+        writer = SURFACES["completion"].writer(
+            job, reply_id="same", served=lambda: {"model": "tiny"}, created=0, tokens=tokens
+        )
         task = asyncio.create_task(endpoints._whole(job, generation, writer, send, Inline()))
         await settle()
         counts = {"prompt_tokens": 1, "cached_tokens": 0, "completion_tokens": len(ids)}

@@ -45,7 +45,7 @@ def tensors(value: Any, place: str, without: Collection[int] = ()) -> Iterator[t
         if isinstance(each, torch.Tensor):
             yield place, each if each.layout == torch.strided else each.to_dense()
             continue
-        waiting += [(f"{place}.{name}", member) for name, member in _members(each).items()]
+        waiting += [(f"{place}.{name}", member) for name, member in reversed(_members(each).items())]
 
 
 def _pairs(target: Any, source: Any, place: str, seen: set[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor, str]]:
@@ -70,7 +70,7 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and one.shape == other.shape
 
 
-def _members(value: Any) -> Mapping[str, Any]:
+def _members(value: Any) -> dict[str, Any]:
     """Return what an object holds, by name. Functions and foreign objects hold nothing."""
     if isinstance(value, Mapping):
         return {str(name): each for name, each in value.items()}
