@@ -213,11 +213,15 @@ class Choice:
         return self._versions[-1][0] if self._versions else None
 
     @property
-    def weight_versions(self) -> list[dict[str, Any]]:
-        """The spans of output tokens, [start, end), that each version of the weights computed."""
+    def versions(self) -> dict[str, list[dict[str, Any]]]:
+        """The answer's field with the spans of output tokens, [start, end), that each version of the weights computed.
+
+        Empty without output.
+        """
         ends = [*(start for _, start in self._versions[1:]), self.num_tokens]
         spans = zip(self._versions, ends, strict=False)
-        return [{"version": name, "start": start, "end": end} for (name, start), end in spans if end > start]
+        found = [{"version": name, "start": start, "end": end} for (name, start), end in spans if end > start]
+        return {"weight_versions": found} if found else {}
 
     @property
     def reported_reason(self) -> str | None:

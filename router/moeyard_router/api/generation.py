@@ -237,7 +237,7 @@ class Generation:
                 output=output,
                 count=choice.num_tokens,
                 reason=reason,
-                served={**served, "weight_versions": choice.weight_versions},
+                served={**served, **choice.versions},
             )
         timing.finished(now, reason, prompt_tokens=num_prompt, max_tokens=sampling.max_tokens)
         queue = None if done is None else done.queue_seconds

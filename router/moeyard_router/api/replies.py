@@ -235,7 +235,7 @@ class ReplyWriter:
         choice["finish_reason"] = delta.finish_reason
         choice["stop_reason"] = delta.stop_reason
         if delta.finish_reason is not None:
-            choice["weight_versions"] = choices[index].weight_versions
+            choice |= choices[index].versions
             choice |= self._long.add_experts(job, choices[index])
         prompt_ids: tuple[int, ...] | None = None
         if job.return_token_ids:
@@ -296,7 +296,7 @@ class ReplyWriter:
             choice["logprobs"] = self._logprobs(index, delta, self._echoed(index, choices) if job.echo else None)
             choice["finish_reason"] = choices[index].reported_reason
             choice["stop_reason"] = delta.stop_reason
-            choice["weight_versions"] = choices[index].weight_versions
+            choice |= choices[index].versions
             choice |= self._long.add_experts(job, choices[index])
             if job.prompt_logprobs is not None and not job.chat:
                 choice["prompt_logprobs"] = self._long.add(self._prompt_logprobs(index, choices))

@@ -183,7 +183,7 @@ class TokenWriter:
         }
         if delta.finish_reason is None:
             return found
-        return {**found, "weight_versions": choice.weight_versions, **self._long.add_experts(self._job, choice)}
+        return {**found, **choice.versions, **self._long.add_experts(self._job, choice)}
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         count = self._job.logprobs

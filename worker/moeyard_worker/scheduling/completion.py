@@ -27,7 +27,7 @@ def take_tokens(
     stats: SchedulerStats,
     now: float,
     experts: bytes = b"",
-    weight_version: str = "",
+    weight_version: str | None = None,
 ) -> tuple[Tokens, str | None]:
     """Append the tokens of a completed chunk to its request, and count them. `experts`: those of the chunk's rows.
     `weight_version`: of the weights that computed it.

@@ -59,8 +59,8 @@ class Scheduler:
         self._drafting = Drafting(config.num_drafts, adaptive=config.adaptive_drafts) if config.num_drafts else None
         self._roster = Roster()
         self._flights: deque[_Flight] = deque()
-        # The version of the weights in use, as answers name it.
-        self.weight_version = ""
+        # The version of the weights in use, as answers name it. None before the first epoch.
+        self.weight_version: str | None = None
 
     @property
     def num_running(self) -> int:

@@ -93,7 +93,7 @@ class Reporter:
             page_size=scheduler.config.page_size,
             max_model_len=scheduler.config.max_model_len,
             vocab_size=scheduler.config.vocab_size,
-            weight_version=scheduler.weight_version,
+            weight_version=scheduler.weight_version or "",
             fingerprint=self.fingerprint,
             generation_tokens=stats.generation_tokens,
             prefill_tokens=stats.prefill_tokens,
