@@ -161,7 +161,9 @@ def test_versions() -> None:
     for expected in ("1", "2"):
         assert f"version {expected} " in world.finish(update(world, ServedWeights(version="", directory="/models/b")))
     asked = world.finish(update(world, ServedWeights(version="2", directory="/models/c")))
-    assert asked == "2: the weights in service have the weight_version '2'; choose another name"
+    assert asked == "2: other weights have the weight_version '2'; choose another name"
+    asked = world.finish(update(world, ServedWeights(version="default", directory="/models/c")))
+    assert asked == "2: other weights have the weight_version 'default'; choose another name"
 
 
 def test_checksums_of_all_ranks() -> None:

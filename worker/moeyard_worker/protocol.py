@@ -20,6 +20,9 @@ MAX_PROMPT_LOGPROBS = 32
 # The most bytes of one `PromptExperts`, or one position's. A router takes any other message in between.
 MAX_PROMPT_EXPERTS = 1 << 18
 
+# The version of the weights that a fleet starts with, as in SGLang.
+FIRST_VERSION = "default"
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal[
     "queue_full", "queue_timeout", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"

@@ -21,6 +21,7 @@ from moeyard.fleet.messages import (
 )
 from moeyard.fleet.ranks import Pending, Ranks, Script
 from moeyard_router.fleet.orders import UNKNOWN, Drain, Hold
+from moeyard_worker.protocol import FIRST_VERSION
 
 
 class GivenBack(FleetError):
@@ -160,9 +161,9 @@ class Commands:
                 f"no other rank than {rank} takes requests; `moeyard restart --worker {rank}` lets them wait meanwhile",
                 2,
             )
-        if command.weights is not None and command.weights.version == self._ranks.weights.version:
-            version = command.weights.version
-            raise Refused(f"the weights in service have the weight_version '{version}'; choose another name", 2)
+        version = "" if command.weights is None else command.weights.version
+        if version and version in (self._ranks.weights.version, FIRST_VERSION):
+            raise Refused(f"other weights have the weight_version '{version}'; choose another name", 2)
         if command.name == "scale":
             if command.size < 1:
                 raise Refused("a fleet has one worker at least; to end it, end `moeyard serve`", 2)

@@ -141,6 +141,8 @@ class HttpHandler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         if status == 401:
             self.send_header("WWW-Authenticate", 'Bearer realm="moeyard"')
         self.end_headers()
@@ -158,6 +160,8 @@ class HttpHandler(BaseHTTPRequestHandler):
         if keys is not None:
             keys.refresh()
             if keys.name_of(key.encode("latin-1")) is None:
+                if length.isdecimal() and int(length) <= MAX_LINE:
+                    self.rfile.read(int(length))  # a reset would overtake the answer
                 return 401, error("a key of --control-key-file is needed: 'Authorization: Bearer KEY'", 401)
         if api is None:
             return 404, error("this server has no API of trainers", 404)

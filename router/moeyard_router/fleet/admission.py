@@ -43,6 +43,7 @@ from moeyard_router.fleet.ranks import Ranks
 from moeyard_router.fleet.records import Incidents
 from moeyard_router.fleet.waiters import Waiters
 from moeyard_worker.protocol import (
+    FIRST_VERSION,
     Done,
     ExpertLoads,
     Message,
@@ -397,7 +398,9 @@ class Admission:
         """
         if version is None:
             version = next((each.snapshot.weight_version for each in self.ranks if each.snapshot is not None), "")
-        fingerprint = self._prints[version][1] if version in self._prints else self._config.fingerprint
+        fingerprint = self._config.fingerprint
+        if version in self._prints and (version != FIRST_VERSION or fingerprint is None):
+            fingerprint = self._prints[version][1]
         return {} if fingerprint is None else {"system_fingerprint": f"fp_{fingerprint}"}
 
     def unavailable(self) -> str | None:

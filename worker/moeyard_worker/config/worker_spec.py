@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement
 from moeyard_worker.keys import WorkerKeys
-
-# The version of the weights that a fleet starts with, as in SGLang.
-FIRST_VERSION = "default"
+from moeyard_worker.protocol import FIRST_VERSION
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
