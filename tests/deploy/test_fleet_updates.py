@@ -66,6 +66,19 @@ def test_one_rank_that_refuses_stops_the_update() -> None:
     assert world.finish(update(world)).startswith("all ranks serve"), "the next update must be possible"
 
 
+def test_next_update_waits_for_ranks_that_still_read() -> None:
+    """Two sets of weights beside the present ones would not fit into memory."""
+    world = World()
+    world.raises[1, "stage_weights"] = "truncated"
+    world.held.add((0, "stage_weights"))
+    assert world.finish(update(world)).startswith("2: truncated")
+    asked = update(world)
+    world.turns(3)
+    assert world.calls_of(0).count("stage_weights") == 1
+    world.held.clear()
+    assert world.finish(asked).startswith("all ranks serve")
+
+
 def test_ranks_that_read_other_files_stop_the_update() -> None:
     """A directory that is not shared, or that a trainer still writes to."""
     world = World()

@@ -3,6 +3,8 @@
 Graphs are played on a CPU (`captured_on_cpu.py`), so the addresses are compared too.
 """
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,18 @@ def test_another_form_is_refused_before_a_copy() -> None:
     overwrite(old, {"one": torch.ones(3), "two": torch.ones(2, 2)})
     assert old["one"].all()
     assert old["two"].all()
+
+
+def test_old_weights_are_freed_at_once(tmp_path: Path) -> None:
+    """A CPU's rank holds both weights only until the change. It must not wait for Python's garbage collector."""
+    a, b = (make_checkpoint(tmp_path / name, "qwen3_moe", seed=seed) for seed, name in enumerate("ab"))
+    gc.disable()
+    try:
+        with Rank(a) as rank:
+            old = weakref.ref(rank.worker.runner.model)  # type: ignore[union-attr]
+            slots = weakref.ref(rank.worker.experts._source)
+            rank.worker.stage_weights(ServedWeights(version="b", directory=str(b)))
+            rank.worker.use_weights(ServedWeights(version="b", directory=str(b)))
+            assert (old(), slots()) == (None, None)
+    finally:
+        gc.enable()

@@ -338,7 +338,8 @@ class Commands:
         try:
             yield None
             yield from self._settle(task, 0)
-            self._ranks.begin_update(weights)
+            while not self._ranks.begin_update(weights):
+                yield None
             self._say(task, f"all ranks read {weights}")
             while not self._ranks.update_is_read():
                 yield None

@@ -170,7 +170,7 @@ class Ranks:
         self._reports: list[dict[str, Any]] = []  # load reports of each rank's first start
         self._start_seconds = math.inf  # from a rank's creation to its first step
         self._outside: tuple[Process, ...] = ()  # processes that a resize removed
-        self._late_readings: tuple[Pending, ...] = ()  # reads for a resize that was cancelled
+        self._late_readings: tuple[Pending, ...] = ()  # reads for a resize or an update that was cancelled
         self._seats: dict[int, tuple[str, int]] | None = {} if seats else None  # node and GPU of each rank
         self._nodes: dict[int, str] = {}  # the node of each rank, lost ranks included
         self._weights: dict[str, Mapping[str, tuple[str, str]]] = {}  # first identity by node; "": of the fleet
@@ -689,10 +689,16 @@ class Ranks:
 
     # New weights.
 
-    def begin_update(self, weights: ServedWeights) -> None:
-        """Have all ranks check and read other weights while they serve. Raises FleetError."""
+    def begin_update(self, weights: ServedWeights) -> bool:
+        """Have all ranks check and read other weights while they serve. Raises FleetError.
+
+        Returns False while ranks still read for an update that was refused: call again.
+        """
         self.check()
+        if not all(call.over for call in self._late_readings):
+            return False
         self.updating = Updating(weights, {p.rank: self._call(p, "stage_weights", weights) for p in self.members})
+        return True
 
     def update_is_read(self) -> bool:
         """Return whether all ranks have read the new weights. Raises FleetError with the first reason of a rank."""
@@ -737,6 +743,7 @@ class Ranks:
     def end_update(self) -> None:
         """Have all ranks forget weights that they have read and do not serve."""
         if self.updating is not None:
+            self._late_readings = (*self._late_readings, *self.updating.reading.values())
             for process in self.members:
                 if process.started:
                     self._call(process, "discard_weights")

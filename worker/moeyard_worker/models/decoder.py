@@ -100,6 +100,9 @@ class Decoder:
         kinds = {attention.rope for attention in config.attention if attention.rope is not None}
         ropes = {k: rope_table(k, max_position=config.max_position, device=backend.device) for k in kinds}
 
+        streams, dtype = self.streams, self._embed.dtype
+
+        # Without `self`, so that a model is freed as soon as another takes its place.
         def make(spec: ModelSpec, i: int, load: Load) -> DecoderLayer:
             rope = config.attention[i].rope
             return DecoderLayer(
@@ -108,14 +111,14 @@ class Decoder:
                 index=i,
                 backend=backend,
                 load=load,
-                streams=self.streams,
+                streams=streams,
                 exchange=exchange,
                 experts=experts,
                 # Drafts choose experts too, which belong to no token.
                 routing=routing if i < config.num_layers else None,
                 state=allocate(i),
                 rope=None if rope is None else ropes[rope],
-                dtype=self._embed.dtype,
+                dtype=dtype,
             )
 
         self._make = make

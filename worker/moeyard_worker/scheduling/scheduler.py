@@ -152,6 +152,10 @@ class Scheduler:
             if chunks and request.state_slot >= 0:
                 self._preempt(request)
 
+    def hold(self, now: float) -> None:
+        """Note that no step is planned until the next `schedule`. This time does not count as waiting."""
+        self._roster.hold(now)
+
     def renew(self, weight_version: str) -> None:
         """Continue with other weights. No step may be in flight.
 

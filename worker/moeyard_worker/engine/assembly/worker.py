@@ -14,12 +14,13 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class Worker:
         log.info("rank %d: exchange %s: %s", spec.rank, config.exchange, self._exchange_why)
         self._weights = spec.weights
         self._staged: StagedWeights | None = None
+        self._reading: ServedWeights | None = None  # what `stage_weights` reads
         self.checkpoint = check_weights(config, self._model, self._weights)
         self._dtype: torch.dtype = getattr(torch, self._model.served_dtype(config.dtype))
         self._form = self._model.expert_form(self._model.served_dtype(config.dtype))
@@ -342,6 +344,7 @@ class Worker:
         line, if the rank cannot serve these weights. Then nothing has changed.
         """
         self.discard_weights()
+        self._reading = weights
         self._device.activate()
         check_model(self._spec.config, self._model, weights)
         found = check_weights(self._spec.config, self._model, weights)
@@ -355,13 +358,14 @@ class Worker:
         else:
             read_through(found, self._dtype, self.experts.owned_keys())
             change = partial(self._overwrite, found)
-        self._staged = StagedWeights(weights=weights, checkpoint=found, change=change)
+        if self._reading is weights:  # nobody has discarded them meanwhile
+            self._staged = StagedWeights(weights=weights, checkpoint=found, change=change)
         log.info("rank %d has read %s", self._spec.rank, weights)
         return self._facts(found)
 
     def discard_weights(self) -> None:
-        """Forget staged weights, if there are any."""
-        self._staged = None
+        """Forget staged weights, also those that are being read."""
+        self._staged = self._reading = None
 
     def use_weights(self, weights: ServedWeights) -> dict[str, Any]:
         """Put the staged weights into use. Call it between two epochs, before `rebind`. Return as `stage_weights`.
@@ -504,6 +508,12 @@ def checksum(parts: Iterable[torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
+# Fields of a config whose weights are a directory of safetensors files.
+_AS_DIRECTORY: Mapping[str, Any] = MappingProxyType(
+    {"shape": None, "num_layers": None, "quantization": None, "gguf": None, "load_format": "auto"}
+)
+
+
 def check_model(config: EngineConfig, model: ModelConfig, weights: ServedWeights) -> None:
     """Raise ValueError if a directory of new weights has a config.json of another model. Without one, nothing is known.
 
@@ -511,7 +521,7 @@ def check_model(config: EngineConfig, model: ModelConfig, weights: ServedWeights
     """
     if weights.directory is None or not (Path(weights.directory) / CONFIG_NAME).exists():
         return
-    found = served_model(replace(config, model_path=weights.directory, shape=None, gguf=None, load_format="auto"))
+    found = served_model(replace(config, **_AS_DIRECTORY, model_path=weights.directory))
     found = replace(found, eos_token_ids=model.eos_token_ids)
     names = [each.name for each in fields(model) if getattr(found, each.name) != getattr(model, each.name)]
     if names:

@@ -205,6 +205,8 @@ class Engine:
         if self._ending is not None and self._ending[0] == self.epoch and not self.failure:
             self._lose(ExchangeError(self.mesh.fail(self._ending[1], planned=True)))
         self._take_messages()
+        if self._paused:
+            self._scheduler.hold(time.monotonic())
         for reply in self._scheduler.expire(time.monotonic()):
             self._send(reply.client, reply.message)
         try:
