@@ -22,7 +22,7 @@ from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement, partition
-from moeyard_worker.config.worker_spec import ServedWeights
+from moeyard_worker.config.worker_spec import AS_STARTED, ServedWeights
 from moeyard_worker.keys import FleetKeys, RouterKeys
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import (
@@ -440,8 +440,10 @@ class Fleet:
     hosts: Sequence[str]
     make: Callable[[int], RankProcess]
 
-    def recover(self, dead: Sequence[int], losses: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-        """Replace dead processes and begin a new epoch, like a launcher.
+    def recover(
+        self, dead: Sequence[int], losses: list[dict[str, Any]] | None = None, weights: ServedWeights = AS_STARTED
+    ) -> list[dict[str, Any]]:
+        """Replace dead processes and begin a new epoch, like a launcher. New processes load `weights`.
 
         Return the survivors' reports of the loss, which may have been read before (`losses`).
         """
@@ -451,7 +453,8 @@ class Fleet:
         for rank in dead:
             self.ranks[rank].kill()
             self.ranks[rank] = self.make(rank)
-            self.ranks[rank].send("setup", _spec(self.config, rank, epoch, self.keys, self.placement, self.hosts))
+            spec = _spec(self.config, rank, epoch, self.keys, self.placement, self.hosts)
+            self.ranks[rank].send("setup", {**spec, "weights": weights})
         for rank in survivors:
             self.ranks[rank].send("rebind", epoch)
         self.endpoints = [rank.result() for rank in self.ranks]

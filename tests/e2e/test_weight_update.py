@@ -112,6 +112,57 @@ def test_running_requests_go_on_with_the_new_weights(processes: ProcessPool, cas
         assert each.prompt_logprobs == (before if start else behind)[i].prompt_logprobs, f"prompt of request {i}"
 
 
+def check_spans(processes: ProcessPool, case: str, models: dict[str, Path], found: list[Answer]) -> None:
+    """Compare each span of the answers with a fresh fleet of its version, which begins with the tokens before it."""
+    for version, model in models.items():
+        spans = [spans_of(each).get(version, (0, 0)) for each in found]
+        begun = [tuple(each.token_ids[:start]) for each, (start, _) in zip(found, spans, strict=True)]
+        for each, other, (start, end) in zip(found, fresh(processes, model, case, begun), spans, strict=True):
+            assert each.token_ids[start:end] == other.token_ids[start:end], f"{version}, {start} to {end}"
+            assert each.logprobs[start:end] == other.logprobs[start:end], f"{version}, {start} to {end}"
+
+
+def spans_of(answer: Answer) -> dict[str, tuple[int, int]]:
+    """Return the span of each version."""
+    starts = [(name, start) for i, (name, start) in enumerate(answer.versions) if name not in dict(answer.versions[:i])]
+    ends = [*(start for _, start in starts[1:]), len(answer.token_ids)]
+    return {name: (start, end) for (name, start), end in zip(starts, ends, strict=True)}
+
+
+def test_rank_killed_in_the_middle_of_a_change(processes: ProcessPool, case: tuple[str, Path, Path]) -> None:
+    """One rank has changed, the other dies before it does. Its next process loads what the fleet changes to."""
+    name, a, b = case
+    weights = ServedWeights(version="b", directory=str(b))
+    with start_fleet(processes, config_of(a, name)) as fleet:
+        ask(fleet, "k", prompt_logprobs=None)
+        fleet.client.wait_for(lambda: sum(len(each.token_ids) for each in fleet.client.answers.values()) > 12)
+        for rank in fleet.ranks:
+            rank.call("stage_weights", weights)
+        fleet.ranks[0].call("end_epoch", "the test changes the weights")
+        losses = [rank.call("wait") for rank in fleet.ranks]
+        fleet.ranks[0].call("use_weights", weights)
+        fleet.ranks[1].kill()
+        fleet.recover([1], losses[:1], weights)
+        fleet.client.carry_over([1], to=[1])
+        found = answers(fleet, "k")
+    assert any(len(spans_of(each)) == 2 for each in found), "no answer has tokens of both"
+    check_spans(processes, name, {"default": a, "b": b}, found)
+
+
+def test_pause(processes: ProcessPool, checkpoints: dict[str, Path]) -> None:
+    """A paused rank computes its experts for its peers, and none of its own requests."""
+    with start_fleet(processes, config_of(checkpoints["mla"], "mla")) as fleet:
+        fleet.ranks[0].call("pause")
+        ask(fleet, "p")
+        first, paused = ["p-1", "p-3"], ["p-0", "p-2"]
+        fleet.client.wait(*first)
+        fleet.client.pump(0.2)
+        assert [fleet.client.answers[each].token_ids for each in paused] == [[], []]
+        fleet.ranks[0].call("resume")
+        found = answers(fleet, "p")
+    assert [bits(each) for each in found] == [bits(each) for each in fresh(processes, checkpoints["mla"], "mla")]
+
+
 def test_refused_weights_leave_the_old_ones(
     processes: ProcessPool, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
