@@ -22,6 +22,7 @@ from tests.limits import HANG_SECONDS
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement, partition
+from moeyard_worker.config.worker_spec import AS_STARTED, ServedWeights
 from moeyard_worker.keys import FleetKeys, RouterKeys
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import (
@@ -220,6 +221,7 @@ class Answer:
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     experts: bytes = b""
     num_routed: int = 0
+    versions: list[tuple[str, int]] = field(default_factory=list)
     end: Done | Rejected | None = None
 
 
@@ -323,20 +325,29 @@ class Client:
         assert answer.end is None, f"{message.request_id} was answered after its end: {message}"
         if isinstance(message, Tokens):
             assert message.start == len(answer.token_ids), "tokens out of order"
+            if message.weight_version is not None:
+                answer.versions.append((message.weight_version, message.start))
             answer.token_ids += message.token_ids
             answer.logprobs += message.logprobs
             answer.experts += message.routed_experts
         elif isinstance(message, PromptExperts):
+            if answer.num_routed and message.start == self._first_routed(message.request_id):
+                answer.experts, answer.num_routed = b"", 0  # the weights have changed
             assert message.start == (answer.num_routed or message.start), "positions out of order or repeated"
             assert not answer.token_ids, "output before the prompt"
             answer.experts += message.experts
             answer.num_routed = message.start + message.count
         elif isinstance(message, PromptLogprobs):
+            if message.start == 1:
+                answer.prompt_logprobs = []  # the weights may have changed
             assert message.start == len(answer.prompt_logprobs) + 1, "prompt tokens out of order or repeated"
             assert not answer.token_ids, "output before the prompt"
             answer.prompt_logprobs += message.logprobs
         else:
             answer.end = message
+
+    def _first_routed(self, request_id: str) -> int | None:
+        return self.submits[request_id][1].sampling.routed_experts_start
 
     def wait(self, *request_ids: str, timeout: float = CALL_SECONDS) -> list[Answer]:
         """Pump until these requests (all by default) have ended."""
@@ -396,6 +407,15 @@ class Fleet:
         assert all(not loss["ranks"] for loss in losses), losses
         self.begin_epoch(placement, losses, room=room)
 
+    def update(self, weights: ServedWeights) -> list[dict[str, Any]]:
+        """Serve other weights on all ranks, like a launcher. Return what the ranks report of them."""
+        found = call_all(self.ranks, "stage_weights", [(weights,)] * len(self.ranks))
+        self.ranks[0].call("end_epoch", "the test changes the weights")
+        losses = [rank.call("wait") for rank in self.ranks]
+        call_all(self.ranks, "use_weights", [(weights,)] * len(self.ranks))
+        self.begin_epoch(self.placement, losses)
+        return found
+
     def begin_epoch(self, placement: Placement, losses: Sequence[dict[str, Any]], *, room: int = 1000) -> None:
         """Connect all ranks of a placement, which continue or start."""
         started, self.placement = set(self.placement.ranks).difference(self.lost_for_good()), placement
@@ -420,8 +440,10 @@ class Fleet:
     hosts: Sequence[str]
     make: Callable[[int], RankProcess]
 
-    def recover(self, dead: Sequence[int], losses: list[dict[str, Any]] | None = None) -> list[dict[str, Any]]:
-        """Replace dead processes and begin a new epoch, like a launcher.
+    def recover(
+        self, dead: Sequence[int], losses: list[dict[str, Any]] | None = None, weights: ServedWeights = AS_STARTED
+    ) -> list[dict[str, Any]]:
+        """Replace dead processes and begin a new epoch, like a launcher. New processes load `weights`.
 
         Return the survivors' reports of the loss, which may have been read before (`losses`).
         """
@@ -431,7 +453,8 @@ class Fleet:
         for rank in dead:
             self.ranks[rank].kill()
             self.ranks[rank] = self.make(rank)
-            self.ranks[rank].send("setup", _spec(self.config, rank, epoch, self.keys, self.placement, self.hosts))
+            spec = _spec(self.config, rank, epoch, self.keys, self.placement, self.hosts)
+            self.ranks[rank].send("setup", {**spec, "weights": weights})
         for rank in survivors:
             self.ranks[rank].send("rebind", epoch)
         self.endpoints = [rank.result() for rank in self.ranks]

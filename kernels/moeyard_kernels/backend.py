@@ -12,6 +12,7 @@ per token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from moeyard_kernels.types.gate import Chosen, ExpertParts, TokenChoice
@@ -171,6 +172,9 @@ class ExpertSlots(Protocol):
     def write(self, slot: int, fill: Fill) -> None:
         """Put the expert that `fill` writes into a slot."""
 
+    def contents(self, slot: int) -> tuple[torch.Tensor, ...]:
+        """Return the memory of a slot, to read."""
+
     def slot_table(self, slots: Sequence[int]) -> Opaque:
         """Return the slot of each local expert as `ExpertRun.compute` reads it; -1 for an expert that does not run."""
 
@@ -256,6 +260,10 @@ class Backend(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, HyperMix | None]:
         """Write a block's result, rows [num_rows, H] or unreduced parts, into streams [num_rows, S, H], then enter
         `site`. Returns (new streams, rows, mix)."""
+
+    def rebuilding(self) -> AbstractContextManager[None]:
+        """Return a context in which the objects of all layers are made again, in the same order, to take their weights.
+        They use the counters of the first ones."""
 
     def expert_slots(self, *, num_slots: int, form: ExpertForm) -> ExpertSlots:
         """Allocate memory for routed experts."""

@@ -1,7 +1,10 @@
 """The settings of a router, fixed at its start."""
 
+import hashlib
+import json
 import math
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from moeyard_worker.keys import RouterKeys
@@ -176,11 +179,12 @@ class RouterConfig:
     routing: the form of routed experts, if the workers keep them.
     unknown_fields: "reject" answers unknown fields with 400; otherwise they are dropped and named in a header.
     metric_aliases: further sets of metric names; "vllm" is the only one.
+    held: whether it starts no requests at first, because an operator has paused the server.
     restarted: whether this router replaces one that served these workers. Then requests wait until all workers are
         connected. A first router answers 503.
     keys: CURVE keys for the workers' sockets. None: no keys (workers of a test).
     version: the answer of /version.
-    fingerprint: `system_fingerprint` of all answers. None: they have none.
+    fingerprint: `system_fingerprint` of answers by the weights of the start. None: they have none.
     """
 
     model_name: str
@@ -264,15 +268,11 @@ class RouterConfig:
     prefix_caching: bool = True
     routing: RoutedShape | None = None
     access: AccessConfig = AccessConfig()
+    held: bool = False
     restarted: bool = False
     keys: RouterKeys | None = None
     version: str = "unknown"
     fingerprint: str | None = None
-
-    @property
-    def identified(self) -> dict[str, str]:
-        """The field of answers that names the fingerprint, if there is one."""
-        return {} if self.fingerprint is None else {"system_fingerprint": f"fp_{self.fingerprint}"}
 
     def __post_init__(self) -> None:
         """Raise `ValueError` naming the first value that cannot work."""
@@ -308,3 +308,9 @@ class RouterConfig:
     def model_names(self) -> tuple[str, ...]:
         """All names of the model, the one that answers say first."""
         return (self.model_name, *self.model_aliases)
+
+
+def system_fingerprint(found: Iterable[str], compression: KvCompression | None) -> str:
+    """Return the fingerprint of a fleet's answers: those of its ranks, and the default compression of prompts."""
+    facts = [sorted({*found}), None if compression is None else asdict(compression)]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

@@ -28,7 +28,7 @@ from moeyard.fleet.messages import (
     Tell,
     Tick,
 )
-from moeyard_router.fleet.orders import UNKNOWN, Drain
+from moeyard_router.fleet.orders import UNKNOWN, Drain, Hold
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement, partition
 
@@ -66,7 +66,10 @@ class World:
         self.whole = True
         self.lacks: str | None = None
         self.ray_fails: str | None = None
-        self.orders: list[Drain] = []
+        self.orders: list[Drain | Hold] = []
+        self.identities: dict[int, str] = {}  # what a rank reads in place of the version
+        self.checksums: dict[str, str] = {}
+        self.running = 0  # sequences that have started, while requests are held
         self.handed: list[HandOver] = []
         self.given_up: list[str] = []
         self.exit_codes: list[int] = []
@@ -193,10 +196,20 @@ class World:
             spec = call.args[0]
             if spec["seat"] is not None and spec["peer_gpus"] and spec["seat"] != self.seats[rank]:
                 return {"moved": str(self.seats[rank])}
-            return {**addresses, "node": "here", "seconds": {"imports": 0.1}, "weights": {}, **self.facts.get(rank, {})}
+            weights = self._identity(rank, spec["weights"].version) if spec["weights"].replaced else {}
+            facts = {"node": "here", "seconds": {"imports": 0.1}, "weights": weights}
+            return {**addresses, **facts, **self.facts.get(rank, {})}
         room = {"available": 10**9, "slot_bytes": 1, "all_resident": True, "movable": True}
+        if call.method in ("stage_weights", "use_weights"):
+            version = call.args[0].version
+            return {"weights": self._identity(rank, version), "fingerprint": f"of {version}"}
+        if call.method == "weight_checksums":
+            return self.checksums
         answers = {"rebind": addresses, "load": REPORT, "progress": (1, 1), "room": room, "seat": self.seats.get(rank)}
         return answers.get(call.method)
+
+    def _identity(self, rank: int, version: str) -> dict[str, tuple[str, str]]:
+        return {"w": (self.identities.get(rank, version), "")}
 
     def _carry_out(self, instruction: Instruction) -> Event | None:
         answers: dict[type, Callable[[Any], Any]] = {
@@ -252,8 +265,11 @@ class World:
             self.dead |= {process for _, process in self.made}
         self.event(RayEnded(daemon, daemon == "raylet"))
 
-    def _order(self, drain: Drain) -> int:
+    def _order(self, drain: Drain | Hold) -> int:
         self.orders.append(drain)
+        if isinstance(drain, Hold):
+            self.did.append(("switch",) if drain.switches else ("hold", drain.mode))
+            return self.running if self.whole or drain.switches else UNKNOWN
         if drain.size is not None:
             self.did.append(("pause", drain.size))
             return UNKNOWN

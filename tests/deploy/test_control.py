@@ -146,7 +146,7 @@ def test_invalid_commands_get_an_error(serve: Callable[..., ControlSocket]) -> N
             return dict(json.loads(end.makefile().readline()))
 
     bad = {"error": "a command is one line with a JSON object", "code": 2}
-    for line in (b"\n", b"GET / HTTP/1.1\r\n", b"[]\n", b"7\n", b'{"command": "drain"' + b" " * 70000 + b"\n"):
+    for line in (b"\n", b"PUT / HTTP/1.1\r\n", b"[]\n", b"7\n", b'{"command": "drain"' + b" " * 70000 + b"\n"):
         assert ask(line) == bad
     assert ask(b'{"command": "fly"}\n') == {"error": "this server knows no command 'fly', but drain, scale", "code": 2}
     assert ask(b'{"command": null}\n')["code"] == 2

@@ -7,8 +7,11 @@ import pytest
 from tests.deploy.fleet_world import World
 
 from moeyard.fleet.messages import Failed, Silent, StandbyReady, Tick
+from moeyard_router.fleet.orders import Drain, Hold
+from moeyard_worker.config.worker_spec import ServedWeights
 
 METHODS = ("setup", "load", "rebind", "connect", "prepare", "rejoin", "start", "room", "end_epoch", "progress", "seat")
+METHODS += ("stage_weights", "use_weights", "discard_weights", "pause", "resume")
 
 
 class Walk:
@@ -57,7 +60,7 @@ class Walk:
             world.event(Silent(frozenset(hung & self.watched()), 60.0))
             world.event(StandbyReady(None))
             world.now += 40.0
-            world.sequences = dict.fromkeys(world.sequences, 0)
+            world.sequences, world.running = dict.fromkeys(world.sequences, 0), 0
             world.turn()
 
     def watched(self) -> set[int]:
@@ -111,7 +114,12 @@ class Walk:
 
     def asked(self) -> None:
         rank = self.rng.randrange(self.size_limit)
-        name = self.rng.choice(["drain", "undrain", "restart", "restart", "scale", "scale"])
+        name = self.rng.choice(["drain", "undrain", "restart", "restart", "scale", "scale", *["weights"] * 3])
+        if name == "weights":
+            mode = self.rng.choice(["abort", "wait", "keep"])
+            weights = ServedWeights(version=self.rng.choice(["", "b"]), directory=f"/{self.rng.randrange(9)}")
+            self.world.ask(self.rng.choice(["pause", "resume", "update", "update"]), mode=mode, weights=weights)
+            return
         seconds = self.rng.choice([0.0, 30.0])
         if name == "scale":
             self.world.ask("scale", size=self.rng.randint(0, self.size_limit), seconds=seconds)
@@ -132,6 +140,7 @@ class Walk:
     def routers(self) -> None:
         self.world.whole = self.rng.random() < 0.7
         self.world.sequences = dict.fromkeys(self.world.sequences, self.rng.choice([0, 3]))
+        self.world.running = self.rng.choice([0, 0, 2])
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -148,8 +157,12 @@ def test_fleet_ends_whole_or_gives_up(seed: int) -> None:
     if world.machine.failure is None:
         assert world.serving == list(range(ranks.size)), "the fleet must be whole"
         assert (ranks.runs, ranks.away, ranks.forming, ranks.ray_ended) == (True, [], False, ranks.ray_ended)
-        assert (ranks.spares, ranks.resizing, commands.task) == ({}, None, None)
+        assert (ranks.spares, ranks.resizing, ranks.updating, commands.task) == ({}, None, None, None)
+        assert {process.weights for process in ranks.members} == {ranks.weights}, "a fleet has one set of weights"
         lives = {process for _, process in world.made} - world.dead
         assert lives == {process.number for process in ranks.members}, "no process may be left over"
         shown = {rank for rank in world.handed[-1].drained if rank < ranks.size}
-        assert shown == commands.drained or world.orders[-1].ranks == tuple(sorted(commands.drained))
+        drains = [each for each in world.orders if isinstance(each, Drain)]
+        assert shown == commands.drained or drains[-1].ranks == tuple(sorted(commands.drained))
+        holds = [each for each in world.orders if isinstance(each, Hold) and not each.switches]
+        assert not holds or (holds[-1].mode is not None) == ranks.paused, "routers start requests unless paused"

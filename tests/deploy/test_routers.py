@@ -50,7 +50,7 @@ class Launcher:
         self.routers._routers = list[routers._Router](played)
 
     def order(self, **order: bool) -> None:
-        self.routers.drain(Drain(ranks=(0,), rank=0, **order), self.answers.append)
+        self.routers.obey(Drain(ranks=(0,), rank=0, **order), self.answers.append)
         self.routers._told(self.routers._heard.recv())
 
     def say(self, index: int, sequences: int) -> None:

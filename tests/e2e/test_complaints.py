@@ -6,14 +6,17 @@ cold one's, with its log-probabilities.
 """
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.checkpoints import VOCAB_SIZE
-from tests.e2e.http_fleet import PAGE, HttpFleet, engine_config, serve_http, wait_until_idle
-from tests.fleet import ProcessPool
+from tests.checkpoints import VOCAB_SIZE, add_drafts, make_checkpoint
+from tests.e2e.http_fleet import PAGE, HttpFleet, engine_config, serve_http, wait_for, wait_until_idle
+from tests.fleet import ProcessPool, start_fleet
+
+from moeyard_worker.config.worker_spec import ServedWeights
 
 # Qwen3.5 with a good layer for drafts: two of three layers have a state per sequence. And latent attention alone.
 MODELS = ("hybrid_drafts", "mla")
@@ -87,3 +90,40 @@ def test_neighbours_with_cached_prompts(fleets: tuple[HttpFleet, HttpFleet]) -> 
     wanted = [cold.choice(**each) for each in bodies]
     for _ in range(2):
         assert warm.choices_at_once(bodies) == wanted
+
+
+def test_weights_change_under_load(processes: ProcessPool, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Requests run, and their prompts are cached, while the weights change. Other engines mixed old states with new
+    weights. The slow test of deploy/ does this 20 times with the launcher and its API."""
+    models = {"default": checkpoints["hybrid_drafts"]}
+    models["b"] = make_checkpoint(tmp_path / "b", "qwen3_5_moe_text", seed=9)
+    add_drafts(models["b"])
+    drafts: dict[str, Any] = {"speculate": "mtp", "draft_tokens": 2, "num_pages": 256}
+    prompts = [ids(500 + i, 40 + 25 * i) for i in range(4)]
+    bodies = [body(prompt, seed=i, tokens=24) for i, prompt in enumerate(prompts)]
+    answers: list[dict[str, Any]] = []
+    options: dict[str, Any] = {"model_path": None, "recovery_timeout": 60.0}
+    config = engine_config(models["default"], num_workers=2, prefill_chunk=64, **drafts)
+    with serve_http(processes, config, **options) as warm, ThreadPoolExecutor(1) as other:
+        for version in ("b", "default"):
+            asked = other.submit(warm.choices_at_once, bodies)
+            wait_for(lambda: warm.num_running() >= 2, "running requests")
+            warm.fleet.update(ServedWeights(version=version, directory=str(models[version])))
+            answers += [*asked.result(), *warm.choices_at_once(bodies)]
+        wait_until_idle(warm)
+    spans = [answer["weight_versions"] for answer in answers]
+    assert {tuple(each["version"] for each in of) for of in spans} >= {("default", "b"), ("b",), ("b", "default")}
+    for version, model in models.items():
+        with start_fleet(processes, engine_config(model, num_workers=1, **drafts)) as cold:
+            wanted = {}
+            for i, (answer, of) in enumerate(zip(answers, spans, strict=True)):
+                for span in (each for each in of if each["version"] == version):
+                    sampling = {"max_tokens": 24, "temperature": 0.8, "seed": i % 4, "logprobs": 2, "ignore_eos": True}
+                    begun = tuple(answer["token_ids"][: span["start"]])
+                    name = f"{i}-{span['start']}"
+                    cold.client.submit(0, name, prompts[i % 4], **sampling, trace_decode_token_ids=begun)
+                    wanted[name] = answer, slice(span["start"], span["end"])
+            for (answer, part), found in zip(wanted.values(), cold.client.wait(*wanted), strict=True):
+                assert answer["token_ids"][part] == found.token_ids[part], f"{answer['weight_versions']}"
+                values = answer["logprobs"]["token_logprobs"][part]
+                assert values == [each.logprob for each in found.logprobs[part]], f"{answer['weight_versions']}"

@@ -80,6 +80,17 @@ def edited(lines: list[dict[str, Any]], tmp_path: Path) -> str:
     return str(path)
 
 
+def test_answers_of_several_weights_are_left_out(
+    log: Path, two_ranks: HttpFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = [line for line in lines_of(log) if line["output_tokens"] > 1][:2]
+    assert [span["version"] for span in one["weight_versions"]] == ["default"]
+    spans = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": one["output_tokens"]}]
+    path = edited([{**one, "weight_versions": spans, "token_ids": [1, 2, 3]}, other], tmp_path)
+    assert main(["replay", path, "--url", two_ranks.url]) == 0
+    assert capsys.readouterr().out == "all 1 answers are equal; 1 with tokens of several weights were left out\n"
+
+
 def test_first_difference_is_named(
     log: Path, two_ranks: HttpFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

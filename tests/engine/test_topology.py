@@ -157,6 +157,6 @@ def test_patience_with_a_peer() -> None:
 def test_mesh_gets_the_deadlines() -> None:
     config = EngineConfig(model_path="m", num_workers=2, device="cuda", exchange="nccl", step_deadline=5.0)
     spec = WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test")
-    mesh = bind_mesh(spec, SHAPE, 1, Placement.of_shards((0,), partition(8, 2)))
+    mesh = bind_mesh(spec, SHAPE, 1, Placement.of_shards((0,), partition(8, 2)), "")
     assert (mesh.deadline, mesh._patience, mesh._stall) == (5.0, 5.0, 60.0)
     mesh.close()

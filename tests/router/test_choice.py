@@ -199,7 +199,7 @@ def test_likeliest_of_tokens_with_the_same_text_is_reported(chosen):
     score = TokenLogprob(logprob=dict(ranked)[chosen], rank=1, top=ranked)
     job = dataclasses.replace(job_with(), logprobs=3)
     tokens = TokenBytes(tokenizer)
-    writer = ReplyWriter(job, reply_id="x", served={"model": "m"}, created=0, tokens=tokens)
+    writer = ReplyWriter(job, reply_id="x", served=lambda: {"model": "m"}, created=0, tokens=tokens)
     choice = Choice(job, index=0, tokens=tokens)
     delta = choice.tokens(Tokens(request_id="r", start=0, token_ids=(chosen,), logprobs=(score,)))
     reported = json.loads(b"".join(writer.body([delta], [choice])))["choices"][0]["logprobs"]

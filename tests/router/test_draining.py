@@ -29,7 +29,7 @@ def drain(service, rank, *, others=(), carry=False, leaves=False, ranks=None):
     record, done = [], threading.Event()
     ranks = tuple(sorted({rank, *others})) if ranks is None else ranks
     order = Drain(ranks=ranks, rank=rank, carry=carry, leaves=leaves)
-    service.server.drain(order, lambda count: (record.append(count), done.set()))
+    service.server.obey(order, lambda count: (record.append(count), done.set()))
     assert done.wait(HANG_SECONDS), "the order got no reply"
     return record[0]
 

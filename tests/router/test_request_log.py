@@ -47,11 +47,11 @@ def add(log: RequestLog, *, logprobs: int | None = None) -> None:
     scores = (TokenLogprob(logprob=float("-inf"), rank=9),) * 2 if logprobs is not None else ()
     output = [Tokens(request_id="r", start=0, token_ids=(8, 9), logprobs=scores)]
     sampling = SamplingParams(max_tokens=2, logprobs=logprobs)
-    log.add("r", 0, prompt=(1, 2), sampling=sampling, output=output, count=1, reason="stop")
+    log.add("r", 0, prompt=(1, 2), sampling=sampling, output=output, count=1, reason="stop", served={"model": "m"})
 
 
 def test_only_delivered_tokens_are_logged(tmp_path):
-    log = RequestLog(tmp_path / "log", prompts=True, served={"model": "m"})
+    log = RequestLog(tmp_path / "log", prompts=True)
     add(log, logprobs=0)
     log.close()
     (line,) = lines_of(tmp_path / "log")
@@ -60,13 +60,13 @@ def test_only_delivered_tokens_are_logged(tmp_path):
 
 
 def test_full_disk_is_said_and_serving_continues(caplog, monkeypatch):
-    log = RequestLog(Path("/dev/full"), prompts=False, served={})
+    log = RequestLog(Path("/dev/full"), prompts=False)
     add(log)
     log.close()
     assert "1 requests are missing in /dev/full: " in caplog.text
     monkeypatch.setattr(request_log, "_QUEUE", 1)
     monkeypatch.setattr(RequestLog, "_write", lambda self: None)
-    log = RequestLog(Path("/dev/null"), prompts=False, served={})
+    log = RequestLog(Path("/dev/null"), prompts=False)
     for _ in range(4):
         add(log)
     assert [each.args[0] for each in caplog.records[1:]] == [1, 2]

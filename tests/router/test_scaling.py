@@ -24,7 +24,7 @@ class ScalableService:
 
     def announce(self, size):
         confirmed = threading.Event()
-        self.service.server.drain(Drain(ranks=(), rank=0, size=size), lambda count: confirmed.set())
+        self.service.server.obey(Drain(ranks=(), rank=0, size=size), lambda count: confirmed.set())
         assert confirmed.wait(HANG_SECONDS)
 
     def go_on(self, size):

@@ -21,6 +21,9 @@ MAX_PROMPT_LOGPROBS = 32
 # The most bytes of one `PromptExperts`, or one position's. A router takes any other message in between.
 MAX_PROMPT_EXPERTS = 1 << 18
 
+# The version of the weights that a fleet starts with, as in SGLang.
+FIRST_VERSION = "default"
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal[
     "queue_full", "queue_timeout", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"
@@ -215,7 +218,8 @@ class PromptLogprobs:
     """Log-probabilities of prompt tokens `start`, `start + 1` and so on, each under the tokens before it.
 
     Sent while the prompt is computed, at most MAX_PROMPT_LOGPROBS in a message, each token once and in order. The first
-    prompt token has none, so `start` is at least 1.
+    prompt token has none, so `start` is at least 1. If the weights change before the first output token, all are sent
+    again, from the first one on.
     """
 
     type: ClassVar[str] = "prompt_logprobs"
@@ -232,6 +236,7 @@ class PromptExperts:
         two (little-endian) in a model with more than 256 experts.
 
     Sent while the prompt is computed, each position once and in order, from `routed_experts_start` to the last but one.
+    If the weights change before the first output token, all are sent again.
     """
 
     type: ClassVar[str] = "prompt_experts"
@@ -249,8 +254,9 @@ class Tokens:
         token of an answer is not computed, so it has none.
 
     The first message of a request has `cached_tokens`, as `Done` does, because a router that ends a request at a stop
-    string gets no `Done`. Objects are never modified. The class is not frozen because one object is made per token: 0.4
-    us instead of 1.4.
+    string gets no `Done`. It also has `weight_version`, the version of the weights that computed these and the next
+    tokens. The first message after an update of the weights has it, too. Objects are never modified. The class is not
+    frozen because one object is made per token: 0.4 us instead of 1.4.
     """
 
     type: ClassVar[str] = "tokens"
@@ -260,6 +266,7 @@ class Tokens:
     logprobs: tuple[TokenLogprob, ...] = ()
     cached_tokens: int | None = None
     routed_experts: bytes = b""
+    weight_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +321,7 @@ class Snapshot:
     step: number of the fleet's lockstep step.
     failure: the reason if `state` is "failed" or "recovering". A recovering rank has lost a peer. It keeps its
         requests, takes new ones, and continues when the fleet is complete.
+    weight_version, fingerprint: the weights that it serves, and the hash of all that may change bits of its answers.
     kv_pages_total, kv_pages_free: pages of this rank. Pages that only the prefix index holds count as free.
     generation_tokens and all below: this rank's expert slots, and totals since its start, as in its metrics. None if
         the rank does not know them (hits that a device counts) or does not do it (drafts).
@@ -334,6 +342,8 @@ class Snapshot:
     page_size: int
     max_model_len: int
     vocab_size: int
+    weight_version: str = ""
+    fingerprint: str = ""
     generation_tokens: int | None = None
     prefill_tokens: int | None = None
     prefix_query_tokens: int | None = None

@@ -1,9 +1,9 @@
 """Messages of `protocol` as frames: msgpack maps with a version and a type.
 
 Decoding is strict: unknown, missing or mistyped fields raise `ProtocolError`. Nothing is ever unpickled. The rows of a
-`TokenBatch` are a map of columns: request_ids, starts, token_ids, logprobs, cached_tokens and routed_experts. Each of
-the last three is empty if no row has any. The ids of prompts, of continued and of forced outputs are little-endian
-bytes, 4 per id, because a list of 131,072 ids took 12 ms.
+`TokenBatch` are a map of columns: request_ids, starts, token_ids, logprobs, cached_tokens, routed_experts and
+weight_versions. Each of the last four is empty if no row has any. The ids of prompts, of continued and of forced
+outputs are little-endian bytes, 4 per id, because a list of 131,072 ids took 12 ms.
 """
 
 from collections.abc import Callable, Iterable
@@ -41,7 +41,7 @@ from moeyard_worker.protocol import (
     Tokens,
 )
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 # UTF-8 bytes of a request's name; a router's are "chatcmpl-", 32 digits and the number of the choice.
 MAX_NAME_BYTES = 256
 # The most entries of a request's `logit_bias` and `stop_token_ids` together (a router takes 1024 of each).
@@ -147,7 +147,7 @@ def _plain(value: Any) -> Any:
 
 def _columns(rows: Iterable[Tokens]) -> dict[str, list[Any]]:
     logprobs, cached = [_plain(row.logprobs) for row in rows], [row.cached_tokens for row in rows]
-    experts = [row.routed_experts for row in rows]
+    experts, versions = [row.routed_experts for row in rows], [row.weight_version for row in rows]
     return {
         "request_ids": [row.request_id for row in rows],
         "starts": [row.start for row in rows],
@@ -155,15 +155,16 @@ def _columns(rows: Iterable[Tokens]) -> dict[str, list[Any]]:
         "logprobs": logprobs if any(logprobs) else [],
         "cached_tokens": cached if cached.count(None) < len(cached) else [],
         "routed_experts": experts if any(experts) else [],
+        "weight_versions": versions if versions.count(None) < len(versions) else [],
     }
 
 
 def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
     """Parse the rows of a batch. Columns are checked as a whole, because this runs for every token."""
-    names = ("request_ids", "starts", "token_ids", "logprobs", "cached_tokens", "routed_experts")
+    names = ("request_ids", "starts", "token_ids", "logprobs", "cached_tokens", "routed_experts", "weight_versions")
     if set(columns) != set(names) or not all(isinstance(columns[name], list) for name in names):
         raise ProtocolError(f"{where}: expected the columns {', '.join(names)}")
-    request_ids, starts, token_ids, logprobs, cached, experts = (columns[name] for name in names)
+    request_ids, starts, token_ids, logprobs, cached, experts, versions = (columns[name] for name in names)
     if not request_ids or not len(request_ids) == len(starts) == len(token_ids):
         raise ProtocolError(f"{where}: columns of {len(request_ids)}, {len(starts)} and {len(token_ids)} rows")
     if not (
@@ -173,20 +174,22 @@ def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
         and set(map(type, chain.from_iterable(token_ids))) <= {int}
     ):
         raise ProtocolError(f"{where}: request_ids, starts or token_ids of a wrong type")
-    for name, column in (("logprobs", logprobs), ("cached_tokens", cached), ("routed_experts", experts)):
+    for name, column in zip(names[3:], (logprobs, cached, experts, versions), strict=True):
         if len(column) not in (0, len(request_ids)):
             raise ProtocolError(f"{where}: {name} of {len(column)} rows for {len(request_ids)}")
     if not set(map(type, cached)) <= {int, type(None)}:
         raise ProtocolError(f"{where}: cached_tokens of a wrong type")
-    counts = cached or [None] * len(request_ids)
-    if not logprobs and not experts:
+    absent = [None] * len(request_ids)
+    counts = cached or absent
+    if not logprobs and not experts and not versions:
         rows = zip(request_ids, starts, map(tuple, token_ids), counts, strict=True)
         return tuple(
             Tokens(request_id=name, start=start, token_ids=ids, cached_tokens=count) for name, start, ids, count in rows
         )
-    names = ("request_id", "start", "token_ids", "logprobs", "cached_tokens", "routed_experts")
+    names = ("request_id", "start", "token_ids", "logprobs", "cached_tokens", "routed_experts", "weight_version")
     none: list[Any] = [[]] * len(request_ids)
-    scored = zip(request_ids, starts, token_ids, logprobs or none, counts, experts or [b""] * len(none), strict=True)
+    optional = (logprobs or none, counts, experts or [b""] * len(none), versions or absent)
+    scored = zip(request_ids, starts, token_ids, *optional, strict=True)
     return tuple(_build(Tokens, dict(zip(names, row, strict=True)), where) for row in scored)
 
 

@@ -18,7 +18,10 @@ _AHEAD = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """A line of `--log-requests` with a prompt and at least one output token. `place`: its file and line."""
+    """A line of `--log-requests` with a prompt and at least one output token. `place`: its file and line.
+
+    mixed: whether the weights changed while it ran.
+    """
 
     place: str
     fingerprint: str | None
@@ -26,6 +29,7 @@ class Logged:
     params: dict[str, Any]
     token_ids: list[int]
     logprobs: list[float] | None
+    mixed: bool
 
     def body(self, model: str) -> dict[str, Any]:
         """Return the request whose answer has these tokens, and no more."""
@@ -37,7 +41,9 @@ class Logged:
 def replay(args: argparse.Namespace) -> int:
     """Return 0 if all answers are equal, 1 at the first difference. Raises ValueError for an unusable log or server."""
     target = parse_target(args.url, args.api_key)
-    logged = list(read_log(Path(args.log)))
+    known = list(read_log(Path(args.log)))
+    # One server has one set of weights.
+    logged = [one for one in known if not one.mixed]
     model = args.model or first_model(target)
     equal, step = 0, _AHEAD * args.concurrency
     with ThreadPoolExecutor(args.concurrency) as pool:
@@ -49,7 +55,9 @@ def replay(args: argparse.Namespace) -> int:
                     print(f"{one.place}: {found}{unlike(one, answer)}; {equal} answers before it are equal")
                     return 1
                 equal += 1
-    print(f"all {equal} answers are equal")
+    left_out = len(known) - len(logged)
+    more = f"; {left_out} with tokens of several weights were left out" if left_out else ""
+    print(f"all {equal} answers are equal{more}")
     return 0
 
 
@@ -68,6 +76,7 @@ def read_log(path: Path) -> Iterator[Logged]:
                     params=dict(values["sampling_params"]),
                     token_ids=values.get("token_ids", []),
                     logprobs=values.get("token_logprobs"),
+                    mixed=len(values.get("weight_versions", ())) > 1,
                 )
             except (ValueError, LookupError, TypeError, AttributeError):
                 raise ValueError(f"{place}: no line of `moeyard serve --log-requests`") from None

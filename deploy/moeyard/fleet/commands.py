@@ -1,10 +1,12 @@
-"""Operator commands of a running fleet: drain, undrain, rolling restart and scale.
+"""Operator commands of a running fleet: drain, undrain, rolling restart, scale, pause, resume, update of the weights.
 
 One command runs at a time. A loss goes first, and a command pauses until the fleet has recovered. Pure.
 """
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from moeyard.fleet.messages import (
     Command,
@@ -17,8 +19,9 @@ from moeyard.fleet.messages import (
     RenewStandby,
     Tell,
 )
-from moeyard.fleet.ranks import Ranks, Script
-from moeyard_router.fleet.orders import UNKNOWN, Drain
+from moeyard.fleet.ranks import Pending, Ranks, Script
+from moeyard_router.fleet.orders import UNKNOWN, Drain, Hold
+from moeyard_worker.protocol import FIRST_VERSION
 
 
 class GivenBack(FleetError):
@@ -52,8 +55,9 @@ class Task:
 class Commands:
     """The commands of a fleet: `take` a command, `resume` the current one, `close`.
 
-    `recover(rank)` replaces a rank on purpose, and `switch()` changes to the prepared size. Both return whether the
-    fleet continues; `switch` raises FleetError if it continues with the old size. `beside`: a rank's next process can
+    `recover(rank)` replaces a rank on purpose, `switch()` changes to the prepared size, and `update()` to the weights
+    that all ranks have read. They return whether the fleet continues; `switch` raises FleetError if it continues with
+    the old size. `beside`: a rank's next process can
     start while the rank serves. `standby`: spare processes have imported everything.
     """
 
@@ -64,13 +68,15 @@ class Commands:
         emit: Callable[[Instruction], None],
         recover: Callable[[int], Script[bool]],
         switch: Callable[[], Script[bool]],
+        update: Callable[[], Script[bool]],
         beside: bool,
         standby: bool,
     ) -> None:
-        self._ranks, self._emit, self._recover, self._switch = ranks, emit, recover, switch
+        self._ranks, self._emit, self._recover, self._switch, self._update_all = ranks, emit, recover, switch, update
         self._beside, self._standby = beside, standby
         self._standby_ready, self._standby_problem = True, ""
         self.drained: frozenset[int] = frozenset()  # ranks that take no new requests
+        self._num_updates = 0
         self._closed: str | None = None
         self.task: Task | None = None
         self._script: Script[str]
@@ -114,6 +120,8 @@ class Commands:
             return
         if task.leaving or (task.command.name == "restart" and task.rank in ranks):
             task.thrown = RankReplaced()
+        elif task.command.name == "update":
+            task.thrown = RankReplaced(f"{listed(sorted(ranks))} was lost before all ranks had read the new weights")
 
     def failed(self, rank: int) -> None:
         """Note that the rank's new process failed to start. The next one gets the old flags."""
@@ -133,6 +141,8 @@ class Commands:
         assert self.drained <= everyone or self._ranks.forming, "drained ranks are ranks"
         assert self.task is None or self._closed is None, "nothing is carried out after the end"
         resizing = self.task is not None and self.task.command.name == "scale"
+        updating = self.task is not None and self.task.command.name == "update"
+        assert self._ranks.updating is None or updating or self._closed is not None, "weights come by a command"
         assert self._ranks.resizing is None or resizing or self._closed is not None, "ranks come by a command"
         restarting = self.task is not None and self.task.command.name == "restart"
         assert not self._ranks.spares or restarting or self._closed is not None, "next processes come by a command"
@@ -151,6 +161,9 @@ class Commands:
                 f"no other rank than {rank} takes requests; `moeyard restart --worker {rank}` lets them wait meanwhile",
                 2,
             )
+        version = "" if command.weights is None else command.weights.version
+        if version and version in (self._ranks.weights.version, FIRST_VERSION):
+            raise Refused(f"other weights have the weight_version '{version}'; choose another name", 2)
         if command.name == "scale":
             if command.size < 1:
                 raise Refused("a fleet has one worker at least; to end it, end `moeyard serve`", 2)
@@ -164,10 +177,16 @@ class Commands:
                 raise Refused(f"none of {listed(range(command.size))} takes requests; see `moeyard undrain`", 2)
         if self._closed is not None:
             raise Refused(self._closed)
+        if command.name == "resume" and task is not None and task.command.name == "pause" and not task.committed:
+            task.thrown = GivenBack("given up by /resume")
+            return "resumed"
+        if command.name in ("pause", "resume") and self._ranks.paused == (command.name == "pause"):
+            return "paused" if self._ranks.paused else "resumed"
         if task is not None:
             raise Refused(f"busy: {doing(task)}, for {self._ranks.now - task.began:.0f} s; wait for its end")
         scripts = {"drain": self._drain, "restart": self._restart, "scale": self._scale}
-        first = None if command.name == "scale" else (command.ranks or (0,))[0]
+        scripts |= {"pause": self._pause, "resume": self._resume, "update": self._update, "checksum": self._checksum}
+        first = (command.ranks or (0,))[0] if command.name in ("drain", "restart") else None
         self.task = Task(command, self._ranks.now, first)
         self._script = scripts[command.name](self.task)
         next(self._script)  # up to its first wait, where it can be cancelled
@@ -278,6 +297,84 @@ class Commands:
         if (yield from self._recover(rank)):
             self._say(task, f"rank {rank} is restarted, {self._ranks.now - now:.1f} s without steps")
 
+    def _pause(self, task: Task) -> Script[str]:
+        try:
+            yield None
+            yield from self._settle(task, 0)
+            yield from self._quiet(task, task.command.mode)
+        except GivenBack as error:
+            self._emit(Order(Hold(mode=None), answered=False))
+            raise Refused(f"the pause was {error}") from error
+        task.committed = True
+        yield from self._answers(self._ranks.pause(paused=True))
+        return "paused"
+
+    def _resume(self, task: Task) -> Script[str]:
+        task.committed = True
+        yield None
+        yield from self._answers(self._ranks.pause(paused=False))
+        self._emit(Order(Hold(mode=None), answered=False))
+        return "resumed"
+
+    def _answers(self, calls: Sequence[Pending]) -> Script[None]:
+        """Wait for calls. One whose rank is lost fails, and the rank's next process gets the same state."""
+        while not all(call.over for call in calls):
+            yield None
+
+    def _quiet(self, task: Task, mode: Literal["abort", "wait", "keep"]) -> Script[None]:
+        """Start no more requests. Unless they are kept, wait until all that have started are over."""
+        said = False
+        while (left := (yield Order(Hold(mode=mode)))) and (mode != "keep" or left == UNKNOWN):
+            if left != UNKNOWN and not said:
+                self._say(task, f"{left} requests are {'aborted' if mode == 'abort' else 'running to their ends'}")
+                said = True
+            yield None
+
+    def _update(self, task: Task) -> Script[str]:
+        weights, mode, held = task.command.weights, task.command.mode, False
+        assert weights is not None, "an update names its weights"
+        if not weights.version:
+            weights = replace(weights, version=str(self._num_updates + 1))
+        try:
+            yield None
+            yield from self._settle(task, 0)
+            while not self._ranks.begin_update(weights):
+                yield None
+            self._say(task, f"all ranks read {weights}")
+            while not self._ranks.update_is_read():
+                yield None
+            # During a pause nothing runs anyway, and the pause has said what becomes of requests.
+            if not self._ranks.paused and mode != "keep":
+                held = True
+                yield from self._quiet(task, mode)
+            yield Order(Hold(mode="keep", switches=True))
+        except FleetError as error:
+            self._ranks.end_update()
+            self._release_held(held=held)
+            raise Refused(f"{error}; the old weights remain in service", getattr(error, "exit_code", 1)) from error
+        task.committed, now = True, self._ranks.now
+        self._num_updates += 1
+        if not (yield from self._update_all()):
+            return ""
+        self._release_held(held=not self._ranks.paused)
+        seconds = self._ranks.now - now
+        return f"all ranks serve {weights} after {self._ranks.now - task.began:.1f} s, {seconds:.1f} s without steps"
+
+    def _checksum(self, task: Task) -> Script[str]:
+        """Return each rank's digests of its weights, as JSON."""
+        yield None
+        yield from self._settle(task, 0)
+        calls = self._ranks.checksums()
+        yield from self._answers(calls)
+        if error := next((call.error for call in calls if call.error is not None), None):
+            raise Refused(f"the weights could not be read: {error}") from error
+        return json.dumps([call.value for call in calls])
+
+    def _release_held(self, *, held: bool) -> None:
+        """Let routers start requests again."""
+        if held:
+            self._emit(Order(Hold(mode=None), answered=False))
+
     def _scale(self, task: Task) -> Script[str]:
         size, before = task.command.size, self._ranks.size
         try:
@@ -366,6 +463,10 @@ def counted(size: int) -> str:
 
 def doing(task: Task) -> str:
     """Describe a task in a sentence."""
+    names = {"pause": "the server pauses", "resume": "the server resumes", "update": "the weights are being updated"}
+    names |= {"checksum": "the weights are being read"}
+    if task.command.name in names:
+        return names[task.command.name]
     if task.command.name == "scale":
         return f"the fleet is to have {counted(task.command.size)}"
     rank = task.rank if task.rank is not None else next(iter(task.command.ranks), 0)

@@ -3,6 +3,9 @@
 A Unix socket in a directory of its user (mode 0700). The system's permissions decide who may send commands, so no key
 is needed. Both sides send one JSON object per line. A client sends {"command": NAME, ...}. The server answers with
 {"say": TEXT} for progress, then {"done": TEXT} or {"error": TEXT, "code": EXIT_CODE}.
+
+A connection that begins with an HTTP method speaks HTTP, for the API of trainers (`weights_api.py`). The same API is
+served on a TCP port to clients with a key, if an operator wants it.
 """
 
 import contextlib
@@ -17,11 +20,15 @@ import struct
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 from moeyard.fleet.messages import Refused
+from moeyard.fleet.weights_api import Answer, WeightsApi, error
 from moeyard.options import CHANGEABLE, with_flags
+from moeyard_router.config import AccessConfig
+from moeyard_router.http.credentials import KeyRing
 from moeyard_worker.config.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -31,6 +38,8 @@ Say = Callable[[str], None]
 Handler = Callable[[Mapping[str, Any], Say], str]
 
 MAX_LINE = 64 * 1024
+MAX_BODY = 1024 * 1024
+_IDLE_SECONDS = 60.0  # an HTTP connection without a request is closed after this time
 _READ_SECONDS = 5.0
 _MOST = 16  # connections at once
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of Linux: process, user, group
@@ -49,33 +58,122 @@ def is_ours(folder: Path) -> bool:
     return False
 
 
-class _ControlServer(socketserver.ThreadingUnixStreamServer):
+class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
     """A thread per connection, up to a limit."""
 
     daemon_threads = True
     block_on_close = False
-
-    def __init__(self, path: Path, commands: Mapping[str, Handler]) -> None:
-        self.commands = commands
-        self._places = threading.BoundedSemaphore(_MOST)
-        super().__init__(str(path), _CommandHandler)
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Accept only this user and root, even if the directory's mode has changed."""
-        found = request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        user = _CREDENTIALS.unpack(found)[1]
-        return user in (0, os.getuid()) and self._places.acquire(blocking=False)
+    api: WeightsApi | None
+    keys: KeyRing | None = None
+    places: threading.BoundedSemaphore
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Handle the request, then release its slot."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._places.release()
+            self.places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a bug in a command. Its client sees the connection close."""
         log.exception("a command on the control socket failed")
+
+
+class _ControlServer(_Server, socketserver.UnixStreamServer):
+    def __init__(self, path: Path, commands: Mapping[str, Handler], api: WeightsApi | None) -> None:
+        self.commands, self.api = commands, api
+        self.places = threading.BoundedSemaphore(_MOST)
+        super().__init__(str(path), _CommandHandler)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Accept only this user and root, even if the directory's mode has changed."""
+        found = request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        user = _CREDENTIALS.unpack(found)[1]
+        return user in (0, os.getuid()) and self.places.acquire(blocking=False)
+
+
+class ControlPort(_Server, socketserver.TCPServer):
+    """The API of trainers on a TCP port, for clients with a key. Listens from construction to `close`.
+
+    Raises ValueError if the port is taken or the file of keys cannot be used.
+    """
+
+    allow_reuse_address = True
+    request_queue_size = 64
+
+    def __init__(self, host: str, port: int, key_file: Path, api: WeightsApi) -> None:
+        self.api, self.keys = api, KeyRing(AccessConfig(api_key_file=key_file))
+        self.places = threading.BoundedSemaphore(_MOST)
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            super().__init__((host, port), HttpHandler)
+        except OSError as error:
+            raise ValueError(f"--control-listen {host}:{port}: {error.strerror}") from error
+        threading.Thread(target=self.serve_forever, name="control-port", daemon=True).start()
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Accept a limited number of connections."""
+        return self.places.acquire(blocking=False)
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self.shutdown()
+        self.server_close()
+
+
+class HttpHandler(BaseHTTPRequestHandler):
+    """A connection that speaks HTTP. Each answer is JSON, with a status that `WeightsApi` gives."""
+
+    protocol_version = "HTTP/1.1"
+    server_version, sys_version = "moeyard", ""
+    timeout = _IDLE_SECONDS
+    server: _Server
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        status, body = self._checked()
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        if status == 401:
+            self.send_header("WWW-Authenticate", 'Bearer realm="moeyard"')
+        self.end_headers()
+        with contextlib.suppress(OSError):  # boundary: it has left
+            self.wfile.write(data)
+
+    def _checked(self) -> Answer:
+        """Return the answer, after the checks of key and length."""
+        keys, api = self.server.keys, self.server.api
+        scheme, _, given = self.headers.get("Authorization", "").partition(" ")
+        key = given.strip() if scheme.lower() == "bearer" else self.headers.get("x-api-key", "")
+        length = self.headers.get("Content-Length", "0")
+        # An unread body would be taken for the next request.
+        self.close_connection = True
+        if keys is not None:
+            keys.refresh()
+            if keys.name_of(key.encode("latin-1")) is None:
+                if length.isdecimal() and int(length) <= MAX_LINE:
+                    self.rfile.read(int(length))  # a reset would overtake the answer
+                return 401, error("a key of --control-key-file is needed: 'Authorization: Bearer KEY'", 401)
+        if api is None:
+            return 404, error("this server has no API of trainers", 404)
+        if not length.isdecimal() or int(length) > MAX_BODY or self.headers.get("Transfer-Encoding"):
+            return 413, error(f"a body has a Content-Length of at most {MAX_BODY}", 413)
+        data = self.rfile.read(int(length))
+        self.close_connection = self.headers.get("Connection", "").lower() == "close"
+        log.info("control: %s %s %s", self.command, self.path[:200], data[:200].decode("utf-8", "replace"))
+        return api.answer(self.command, self.path, data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: `_checked` does."""
 
 
 class _CommandHandler(socketserver.StreamRequestHandler):
@@ -86,6 +184,11 @@ class _CommandHandler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         """Read a command, run it and answer. The command continues if its client disconnects."""
+        with contextlib.suppress(OSError):  # boundary: it sends nothing
+            # An HTTP request begins with its method.
+            if self.connection.recv(4, socket.MSG_PEEK).startswith((b"GET ", b"POST")):
+                HttpHandler(self.connection, ("control", 0), self.server)
+                return
         try:
             fields = json.loads(self.rfile.readline(MAX_LINE))
             name = str(fields.get("command"))
@@ -113,14 +216,14 @@ class _CommandHandler(socketserver.StreamRequestHandler):
 class ControlSocket:
     """Listens from construction to `close`. Raises OSError, or ValueError if others can access the directory."""
 
-    def __init__(self, port: int, commands: Mapping[str, Handler]) -> None:
+    def __init__(self, port: int, commands: Mapping[str, Handler], api: WeightsApi | None = None) -> None:
         folder = directory()
         folder.mkdir(mode=0o700, exist_ok=True)
         if not is_ours(folder):
             raise ValueError(f"{folder} is not this user's alone")
         self._path = folder / f"{port}-{os.getpid()}.sock"
         self._path.unlink(missing_ok=True)
-        self._server = _ControlServer(self._path, commands)
+        self._server = _ControlServer(self._path, commands, api)
         self._thread = threading.Thread(target=self._server.serve_forever, name="control", daemon=True)
         self._thread.start()
 
@@ -181,10 +284,10 @@ def check_changes(config: EngineConfig, changes: Mapping[str, Any]) -> dict[str,
     return dict(changes)
 
 
-def open_control(port: int, known: Mapping[str, Handler]) -> ControlSocket | None:
+def open_control(port: int, known: Mapping[str, Handler], api: WeightsApi | None = None) -> ControlSocket | None:
     """Open the control socket of the server at `port`. Log a warning and return None if that fails."""
     try:
-        return ControlSocket(port, known)
+        return ControlSocket(port, known, api)
     except (OSError, ValueError) as error:
         log.warning("no control socket, so `moeyard drain` and `moeyard restart` do not find this server: %s", error)
         return None

@@ -109,6 +109,7 @@ class FleetMachine:
             emit=emit,
             recover=self._restart,
             switch=self._switch,
+            update=self._update,
             # A GPU cannot hold two processes of a rank.
             beside=config.device == "cpu" and not fixed_ports,
             standby=standby,
@@ -117,6 +118,7 @@ class FleetMachine:
         self._budgets = RankBudgets(limit, window)
         self._launched = self._all_ended = False
         self._missed: dict[int, str] = {}
+        self._weights = self.ranks.weights  # those that routers know of
         self._last_word = 0.0
         self._main: Script[Any] | None = self._launch()  # the launch, a recovery or an admission
         self._asker: Script[Any] | None = None  # the script that waits for Answered: the main one or a command's
@@ -319,6 +321,23 @@ class FleetMachine:
         self.ranks.end_resize()
         return True
 
+    def _update(self) -> Script[bool]:
+        """Change to the weights that all ranks have read. Return whether the fleet continues, always with these."""
+        incident = FleetIncident(began=self.ranks.now, purpose="the weights were updated")
+        self.ranks.forming = True
+        try:
+            recovered = yield from self.ranks.update()
+        except RanksLost as error:
+            incident.purpose, incident.lost = str(error), dict.fromkeys(error.ranks, str(error))
+            return (yield from self._recover(incident))
+        except FleetError as error:
+            self._give_up(str(error))
+            return False
+        finally:
+            self.ranks.forming = False
+        self._hand_over(recovered, incident, planned=True)
+        return True
+
     def _hand_over(self, recovered: Recovered, incident: FleetIncident, *, planned: bool = False) -> None:
         """Give routers the ranks of the new epoch, and log the outcome."""
         away = [rank.rank for rank in recovered.ranks if not rank.frontend]
@@ -330,6 +349,8 @@ class FleetMachine:
         seconds = self.ranks.now - incident.began
         incident.reports = incident.reports if planned else list(recovered.losses)
         facts = incident.facts(seconds, recovered.seconds) | ({"planned": True} if planned else {})
+        if self._weights != self.ranks.weights:
+            self._weights, facts["weight_version"] = self.ranks.weights, self.ranks.weights.version
         self._out.append(HandOver(recovered.ranks, self.commands.drained, facts))
         how = f"serves without {named(away)}" if away else "is whole again"
         spent = f" ({parts(recovered.seconds)})" if recovered.seconds else ""

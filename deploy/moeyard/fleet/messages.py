@@ -4,7 +4,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moeyard_router.fleet.orders import Drain
+from moeyard_router.fleet.orders import Drain, Hold
+from moeyard_worker.config.worker_spec import ServedWeights
 
 
 class FleetError(ValueError):
@@ -55,6 +56,8 @@ class Rank:
     metrics_url: str
     report: dict[str, Any]
 
+
+CommandName = Literal["drain", "undrain", "restart", "scale", "pause", "resume", "update", "checksum"]
 
 # Events.
 
@@ -124,14 +127,19 @@ class StandbyReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """An operator's command. Tell and Finish refer to its `number`. A restart without `ranks` restarts each in turn."""
+    """An operator's command. Tell and Finish refer to its `number`. A restart without `ranks` restarts each in turn.
+
+    mode: what becomes of running requests, as in `Hold`, for a pause and for an update to `weights`.
+    """
 
     number: int
-    name: Literal["drain", "undrain", "restart", "scale"]
+    name: CommandName
     ranks: tuple[int, ...] = ()
     size: int = 0
     seconds: float = 0.0
     changes: Mapping[str, Any] = field(default_factory=dict)
+    mode: Literal["abort", "wait", "keep"] = "wait"
+    weights: ServedWeights | None = None
 
 
 Event = Tick | Returned | Failed | Silent | Missed | RayEnded | Answered | StandbyReady | Command
@@ -183,9 +191,9 @@ class Examine:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Send an order to all routers. If `answered`, the answer is their sequences at its rank, or UNKNOWN."""
+    """Send an order to all routers. If `answered`, the answer is their number of sequences, or UNKNOWN."""
 
-    drain: Drain
+    drain: Drain | Hold
     answered: bool = True
 
 

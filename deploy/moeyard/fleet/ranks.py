@@ -36,6 +36,7 @@ from moeyard.fleet.messages import (
 from moeyard_worker.checkpoint.identity import difference
 from moeyard_worker.config.engine_config import STALL, EngineConfig
 from moeyard_worker.config.placement import Placement
+from moeyard_worker.config.worker_spec import AS_STARTED, ServedWeights
 
 T = TypeVar("T")
 Script = Generator[Instruction | None, Any, T]
@@ -47,7 +48,7 @@ CALL_SECONDS = 15.0
 MEET_SECONDS = 20.0
 REMEET_SECONDS = 5.0
 # Calls without a time limit. Their processes send heartbeats instead.
-WATCHED = frozenset(("seat", "setup", "load", "prepare"))
+WATCHED = frozenset(("seat", "setup", "load", "prepare", "stage_weights", "use_weights", "weight_checksums"))
 
 
 @dataclass(slots=True, eq=False)
@@ -68,11 +69,13 @@ class Process:
     `epoch` and `placement` are those of its setup. The call `wait` returns when the process stops or loses a peer;
     `loss` is that report until the process rejoins. `has`: experts that it serves, or will serve when it starts.
     `read`: experts that it has read for a later epoch. `silent`: seconds without a heartbeat, 0 while within limits.
+    `weights`: those that it serves, or will serve when it starts.
     """
 
     number: int
     rank: int
     placement: Placement
+    weights: ServedWeights = AS_STARTED
     epoch: int = 0
     setting_up: Pending | None = None
     loading: Pending | None = None
@@ -113,6 +116,14 @@ class Resizing:
     limit: float = 0.0
 
 
+@dataclass(slots=True)
+class Updating:
+    """An update in preparation: every rank checks and reads `weights` while it serves."""
+
+    weights: ServedWeights
+    reading: dict[int, Pending]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovered:
     """A fleet in a new epoch: all ranks, the survivors' loss reports, and the seconds of each phase in order."""
@@ -150,13 +161,16 @@ class Ranks:
         self.members: list[Process] = []
         self.spares: dict[int, Process] = {}  # the next process of a rank that still serves
         self.resizing: Resizing | None = None
+        self.updating: Updating | None = None
+        self.weights = AS_STARTED  # what every rank of an epoch serves
+        self.paused = False  # whether ranks run no steps of their own
         self.whole = self.placed = placement  # placement of all ranks, and of the current or last epoch
         self.runs = self.forming = False
         self.ray_ended: str | None = None
         self._reports: list[dict[str, Any]] = []  # load reports of each rank's first start
         self._start_seconds = math.inf  # from a rank's creation to its first step
         self._outside: tuple[Process, ...] = ()  # processes that a resize removed
-        self._late_readings: tuple[Pending, ...] = ()  # reads for a resize that was cancelled
+        self._late_readings: tuple[Pending, ...] = ()  # reads for a resize or an update that was cancelled
         self._seats: dict[int, tuple[str, int]] | None = {} if seats else None  # node and GPU of each rank
         self._nodes: dict[int, str] = {}  # the node of each rank, lost ranks included
         self._weights: dict[str, Mapping[str, tuple[str, str]]] = {}  # first identity by node; "": of the fleet
@@ -206,6 +220,10 @@ class Ranks:
                 if self._reports:
                     spent = {**process.facts["seconds"], **event.value["seconds"]}
                     log.info("rank %d has loaded: %s", process.rank, parts(spent))
+            elif pending.method == "use_weights":
+                process.weights, process.read = self.weights, None
+                process.report = {**(process.report or {}), "fingerprint": event.value["fingerprint"]}
+                process.setup = {**process.facts, "weights": event.value["weights"]}
             elif pending.method == "wait":
                 process.loss = event.value
                 if event.value is None:
@@ -273,10 +291,12 @@ class Ranks:
         """Start the setup of a process. It repeats the decisions in the report of the rank's first process."""
         rank, config = process.rank, self.config if plan is None else plan.config
         process.epoch, process.placement = epoch, self.whole if plan is None else plan.placement
+        process.weights = self.weights
         if plan is None and self._reports:
             decided = {name: self._reports[rank][name] for name in ("max_model_len", "expert_slots")}
             config = dataclasses.replace(config, **{**decided, "expert_memory": None, **self._changes.get(rank, {})})
         spec = {"config": config, "rank": rank, "epoch": epoch, "placement": process.placement, "seat": None}
+        spec["weights"] = process.weights
         if self._seats is None:
             spec |= {"gpu": rank, "peer_gpus": tuple(range(config.num_workers))}
         else:
@@ -364,6 +384,7 @@ class Ranks:
     def _start_ray(self, ended: str) -> Script[None]:
         log.warning("Ray's %s has ended: starting Ray again, and all ranks", ended)
         self.members, self.spares, self.resizing, self.runs = [], {}, None, False
+        self.updating = None
         self._outside, self._late_readings = (), ()
         self._forget([pending.process for pending in self._open.values()])
         problem = yield StartRay(ended)
@@ -426,6 +447,7 @@ class Ranks:
         # that hangs.
         losses = yield from self._hear_losses(math.inf if planned else STALL * self.config.step_deadline + CALL_SECONDS)
         lap("losses")
+        yield from self._use_weights()
         placement, slots = to if to is not None else (yield from self._take_over())
         # A rank must finish a load that is under way before it meets others.
         loading = {p.rank: p.loading for p in self.members if p.loading is not None and p.report is None}
@@ -448,6 +470,8 @@ class Ranks:
         moved = [r for r, p in members.items() if placement.experts(r) not in (p.has, p.read)]
         yield from self.gather({r: self._call(members[r], "prepare", placement, slots.get(r, 0)) for r in moved})
         lap("experts")
+        if self.paused:
+            yield from self.gather({r: self._call(p, "pause") for r, p in members.items()}, patience)
         step = max((process.loss["steps"] for process in members.values() if process.loss is not None), default=0)
         begun = {r: self._call(p, "rejoin" if p.started else "start", step) for r, p in members.items()}
         for rank, process in members.items():
@@ -459,6 +483,11 @@ class Ranks:
         lap("rejoining")
         self.runs = True
         return Recovered(ranks=tuple(map(rank_of, self.members)), losses=losses, seconds=seconds)
+
+    def _use_weights(self) -> Script[None]:
+        """Have survivors change to the weights of the fleet. They have read them, and no rank runs a step."""
+        behind = [p for p in self.members if p.started and p.weights != self.weights]
+        yield from self.gather({p.rank: self._call(p, "use_weights", self.weights) for p in behind})
 
     def _set_all_up(self, epoch: int) -> None:
         for process in self.members:
@@ -658,6 +687,77 @@ class Ranks:
                 self._call(process, "prepare", self.placed, 0)  # forget what was read
         self._end(ended)
 
+    # New weights.
+
+    def begin_update(self, weights: ServedWeights) -> bool:
+        """Have all ranks check and read other weights while they serve. Raises FleetError.
+
+        Returns False while ranks still read for an update that was refused: call again.
+        """
+        self.check()
+        if not all(call.over for call in self._late_readings):
+            return False
+        self.updating = Updating(weights, {p.rank: self._call(p, "stage_weights", weights) for p in self.members})
+        return True
+
+    def update_is_read(self) -> bool:
+        """Return whether all ranks have read the new weights. Raises FleetError with the first reason of a rank."""
+        self.check()
+        updating = self.updating
+        assert updating is not None, "an update is under way"
+        calls = updating.reading
+        if error := next((call.error for call in calls.values() if call.error is not None), None):
+            raise error
+        silent = [call.process for call in calls.values() if not call.over and call.process.silent]
+        if silent:
+            raise silence(silent)
+        if not all(call.over for call in calls.values()):
+            return False
+        self._identities(updating)
+        return True
+
+    def _identities(self, updating: Updating) -> dict[str, Mapping[str, tuple[str, str]]]:
+        """Return the identity of the new weights by node. Raises FleetError if ranks have read different files."""
+        found: dict[str, Mapping[str, tuple[str, str]]] = {}
+        for rank, call in updating.reading.items():
+            node, weights = self._nodes[rank], call.value["weights"]
+            for place in ("", node):
+                first = found.setdefault(place, weights)
+                if name := difference(first, weights, one_host=bool(place)):
+                    raise FleetError(f"{name} is not the same file for rank {rank} as for rank 0")
+        return found
+
+    def update(self) -> Script[Recovered]:
+        """End the epoch between steps, and form one in which every rank serves the new weights.
+
+        From the first call on, no rank serves the old ones again: RanksLost means `replace`, whose new processes load
+        the new weights.
+        """
+        updating = self.updating
+        assert updating is not None, "all ranks have read the weights"
+        self._weights = self._identities(updating)
+        self.weights, self.updating = updating.weights, None
+        yield from self._end_epoch(f"changing to weights {self.weights}")
+        return (yield from self._form((self.whole, {}), planned=True))
+
+    def end_update(self) -> None:
+        """Have all ranks forget weights that they have read and do not serve."""
+        if self.updating is not None:
+            self._late_readings = (*self._late_readings, *self.updating.reading.values())
+            for process in self.members:
+                if process.started:
+                    self._call(process, "discard_weights")
+        self.updating = None
+
+    def pause(self, *, paused: bool) -> list[Pending]:
+        """Have ranks run no steps of their own, or run them again. Return the calls. One fails if its rank is lost."""
+        self.paused = paused
+        return [self._call(p, "pause" if paused else "resume") for p in self.members if p.started]
+
+    def checksums(self) -> list[Pending]:
+        """Have all ranks of the epoch compute digests of their weights. Return the calls."""
+        return [self._call(p, "weight_checksums") for p in self.members if p.started]
+
     def validate(self) -> None:
         """Assert all invariants."""
         coming = [] if self.resizing is None else list(self.resizing.coming.values())
@@ -674,6 +774,8 @@ class Ranks:
             assert not process.started or (process.report is not None and process.wait is not None)
             assert process.loss is None or process.started, "only a rank that has served reports a loss"
         if self.runs:
+            alike = all(p.weights == self.weights for p in self.members if p.started)
+            assert alike or self.forming, "an epoch has one set of weights"
             started = {process.rank for process in self.members if process.started}
             assert started == set(self.placed.ranks) or self.forming, "the ranks of the epoch serve, and no others"
             assert set(self.placed.ranks) <= set(range(self.size))

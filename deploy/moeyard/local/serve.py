@@ -6,8 +6,6 @@ ready prints one line on stderr and leaves no process behind.
 
 import argparse
 import dataclasses
-import hashlib
-import json
 import signal
 import sys
 import time
@@ -17,11 +15,12 @@ from pathlib import Path
 
 from moeyard import __version__, logs
 from moeyard.entry import load
-from moeyard.fleet.control import ControlSocket, commands, open_control
+from moeyard.fleet.control import ControlPort, ControlSocket, commands, open_control
 from moeyard.fleet.messages import Rank
 from moeyard.fleet.placing import placement_of
 from moeyard.fleet.ray import config as ray_config
 from moeyard.fleet.routers import RouterProcesses, addresses
+from moeyard.fleet.weights_api import WeightsApi
 from moeyard.listen import bind, most_connections, outside_url, raise_file_limit, reachable_url
 from moeyard.local.before_start import check_before_start, fetch_missing
 from moeyard.local.device_choice import check_device, device_reason
@@ -43,7 +42,7 @@ from moeyard.options import values
 from moeyard.signals import noted
 from moeyard_router.api.request_log import check_log
 from moeyard_router.api.request_scope import log_context
-from moeyard_router.config import AccessConfig, RouterConfig
+from moeyard_router.config import AccessConfig, RouterConfig, system_fingerprint
 from moeyard_router.http.credentials import KeyRing, open_certificate
 from moeyard_router.http.origins import is_loopback
 from moeyard_worker.config.engine_config import EngineConfig, loading_rates
@@ -93,6 +92,7 @@ def serve(
     KeyRing(access)
     open_certificate(access)
     check_log(access)
+    check_control(options)
     model = served_model(config)
     api = api_settings(args, config)
     placement = placement_of(options.expert_placement, model, config.num_workers)
@@ -108,6 +108,7 @@ def serve(
         ray_config.prepare_remote()
     keys = make_keys()
     control: ControlSocket | None = None
+    control_port: ControlPort | None = None
     failure: str | None = None
     with noted() as interrupts:
         # Import Ray after the cheap checks: the import takes a second and reads Ray's settings.
@@ -162,7 +163,9 @@ def serve(
             # Even a single router has its own process, so that its crash leaves the fleet alone.
             server = RouterProcesses(router, sock, count=options.routers, on_ready=ready, on_lost=fleet.lost, log=log)
             fleet.serve(server)
-            control = open_control(router.port, commands(fleet.command, config))
+            trainers = WeightsApi(fleet.command, fleet.state)
+            control = open_control(router.port, commands(fleet.command, config), trainers)
+            control_port = listen_for_trainers(options, trainers)
             interrupts.check()
             server.run()
             failure = server.failure
@@ -175,11 +178,36 @@ def serve(
             interrupts.check()
             raise
         finally:
-            if control is not None:
-                control.close()
+            for listener in (control, control_port):
+                if listener is not None:
+                    listener.close()
             fleet.stop()
             sock.close()
     return 1 if failure or fleet.failure is not None else 0
+
+
+def check_control(options: ServeConfig) -> None:
+    """Raise ValueError for flags of the control port that cannot work."""
+    if options.control_listen is None:
+        if options.control_key_file is not None:
+            raise ValueError("--control-key-file is for --control-listen HOST:PORT")
+        return
+    if options.control_key_file is None:
+        raise ValueError("--control-listen needs --control-key-file FILE: whoever updates weights decides all answers")
+    host, _, number = options.control_listen.rpartition(":")
+    if not host or not number.isdecimal() or int(number) > 65535:
+        raise ValueError(f"--control-listen {options.control_listen}: expected HOST:PORT")
+    KeyRing(AccessConfig(api_key_file=Path(options.control_key_file)))
+
+
+def listen_for_trainers(options: ServeConfig, api: WeightsApi) -> ControlPort | None:
+    """Open the control port, if there is to be one. Raises ValueError."""
+    if options.control_listen is None or options.control_key_file is None:
+        return None
+    host, _, number = options.control_listen.rpartition(":")
+    found = ControlPort(host.strip("[]"), int(number), Path(options.control_key_file), api)
+    print(f"the API of trainers listens on {host}:{found.server_address[1]}", file=sys.stderr, flush=True)
+    return found
 
 
 def router_config(
@@ -212,14 +240,13 @@ def router_config(
 
 def fleet_fingerprint(ranks: list[Rank], compression: KvCompression | None) -> str:
     """Return the fingerprint of a fleet's answers: that of its ranks, and the default compression of prompts."""
-    found = sorted({rank.report["fingerprint"] for rank in ranks})
+    found = {rank.report["fingerprint"] for rank in ranks}
     if len(found) > 1:
         print(
             "moeyard: warning: ranks differ in device or versions, so an answer may depend on the rank that gives it",
             file=sys.stderr,
         )
-    facts = [found, None if compression is None else dataclasses.asdict(compression)]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+    return system_fingerprint(found, compression)
 
 
 def device_named(args: argparse.Namespace) -> str:

@@ -39,6 +39,14 @@ class ServeConfig:
     routers: int = option(
         1, "processes that share the API's port; one serves about 25,000 tokens/s", kind="count", group="HTTP"
     )
+    control_listen: str | None = option(
+        None,
+        "also serve the API of trainers (pauses, updates of the weights) on this address, to clients with a key",
+        metavar="HOST:PORT",
+    )
+    control_key_file: str | None = option(
+        None, "the keys for --control-listen, in the form of --api-key-file", metavar="FILE"
+    )
     expert_takeover: str = option(
         "auto",
         "whether the others take a lost rank's experts over until it is back; auto: if they have room and that is "

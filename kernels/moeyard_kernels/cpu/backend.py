@@ -1,6 +1,7 @@
 """The CPU backend: row counts that preserve a row's bits, packed weights, index work in numpy."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -92,6 +93,9 @@ class CpuBackend:
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return (x * rows_apart(gate).sigmoid()).to(x.dtype)
+
+    def rebuilding(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def expert_residency(self, slots: CpuExpertSlots, **_: Any) -> None:
         """Return None: the host knows the counts, and a copy occupies the processor anyway."""

@@ -56,6 +56,9 @@ class CpuExpertSlots:
         self.gate_up, self.down = [gate_up for gate_up, _ in slots], [down for _, down in slots]
         self.num_slots = len(slots)
 
+    def contents(self, slot: int) -> tuple[torch.Tensor, ...]:
+        return self.gate_up[slot], self.down[slot]
+
     def slot_table(self, slots: Sequence[int]) -> Sequence[int]:
         """Return the slots themselves."""
         return slots

@@ -3,8 +3,8 @@
 It also runs without a GPU: on the CPU the ops run their references, which lets tests cover its composition.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -106,6 +106,15 @@ class CudaBackend:
         found = CudaMla(layer)
         self._attention.append(found)
         return found
+
+    @contextmanager
+    def rebuilding(self) -> Iterator[None]:
+        attention = list(self._attention)
+        try:
+            with self.choices.reused():
+                yield
+        finally:
+            self._attention = attention
 
     def before_compiling(self, tell: Callable[[], None]) -> AbstractContextManager[None]:
         """Call `tell` before each kernel that this thread compiles while the context lasts."""

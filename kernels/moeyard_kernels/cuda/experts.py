@@ -32,6 +32,9 @@ class CudaExpertSlots:
     def write(self, slot: int, fill: Fill) -> None:
         fill(expert_views(self.form, *(region[slot] for region in self.regions)))
 
+    def contents(self, slot: int) -> tuple[torch.Tensor, ...]:
+        return tuple(region[slot] for region in self.regions)
+
     def slot_table(self, slots: Sequence[int]) -> torch.Tensor:
         """Return [local experts, at least 1] int32 on the device. The memory after it holds -1, up to the most experts
         of any layer. Launches after a failed exchange may find ids of another layer and must read nothing by them."""

@@ -1,5 +1,7 @@
 """The gate of a layer on a GPU, and counts of how often gates chose each expert; the choosing launches count."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import cast
 
@@ -20,16 +22,28 @@ class GateCounts:
 
     def __init__(self) -> None:
         self._counts: list[torch.Tensor] = []
+        self._reused: Iterator[torch.Tensor] | None = None
         # The pinned copy, and the event of its completion; None: no copy is in flight.
         self._seen: torch.Tensor | None = None
         self._copied: torch.cuda.Event | None = None
 
     def of_gate(self, num_experts: int, device: torch.device) -> torch.Tensor:
         """Return [E] int64 in which another gate counts. Its address is fixed, because graphs write to it."""
+        if self._reused is not None:
+            return next(self._reused)
         # Layers are created in inference mode, and inference tensors could not be cleared outside of it.
         with torch.inference_mode(mode=False):
             self._counts.append(torch.zeros(num_experts, dtype=torch.int64, device=device))
         return self._counts[-1]
+
+    @contextmanager
+    def reused(self) -> Iterator[None]:
+        """In this context, new gates count where the present ones do, in the same order."""
+        self._reused = iter(self._counts)
+        try:
+            yield
+        finally:
+            self._reused = None
 
     def clear(self) -> None:
         """Count from zero."""

@@ -93,8 +93,13 @@ class CudaResidency:
         """Store one expert in host memory."""
         self._host.put(layer * self._num_experts + expert, fill)
 
+    def stored(self, layer: int, expert: int) -> torch.Tensor:
+        """Return the bytes of an expert in host memory."""
+        return self._host.blobs[layer * self._num_experts + expert]
+
     def start(self) -> int:
-        """Fill the slots as the policy starts, once all experts are stored; return the bytes copied."""
+        """Fill the slots by the policy once all experts are stored, also again; return the bytes copied."""
+        self._ahead = (-1, [])
         for slot, key in enumerate(self._state.keys.tolist()):
             self._copy(key, slot)
         self._side.synchronize()

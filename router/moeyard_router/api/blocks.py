@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moeyard_router.api.choice import Choice, Delta
+from moeyard_router.api.choice import ABORTED, Choice, Delta
 from moeyard_router.api.intake import Job
+from moeyard_router.api.replies import Served
 from moeyard_router.errors import ApiError
 from moeyard_router.text import exact_json
 from moeyard_router.text.detokenizer import TokenBytes
@@ -38,16 +39,21 @@ class BlockWriter(ABC):
     Streams and whole answers are made of the same blocks. Subclasses write their events and objects.
     """
 
-    def __init__(self, job: Job, *, reply_id: str, served: Mapping[str, str], created: int, tokens: TokenBytes) -> None:
+    def __init__(self, job: Job, *, reply_id: str, served: Served, created: int, tokens: TokenBytes) -> None:
         self.job = job
         self.reply_id = reply_id
-        self.served = served
+        self._served = served
         self.created = created
         self.blocks: list[AnswerBlock] = []
         self.cut = False  # by the token limit
         self.stop_string: str | None = None
         self.open_block: AnswerBlock | None = None
         self._begun = False
+
+    @property
+    def served(self) -> Mapping[str, str]:
+        """The fields of the answer that say what computed it."""
+        return self._served()
 
     text_event = None  # no event consists of text alone: see `ReplyWriter.text_event`
 
@@ -64,6 +70,9 @@ class BlockWriter(ABC):
         return [exact_json.dumps(self.whole(choices))]
 
     def _take(self, delta: Delta, out: list[bytes]) -> None:
+        if delta.finish_reason == "abort":
+            # These APIs have no such end.
+            raise ApiError(503, ABORTED, reason="")
         if delta.finish_reason is not None:
             self.cut = delta.finish_reason == "length"
             self.stop_string = delta.stop_reason if isinstance(delta.stop_reason, str) else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from moeyard_router.api.intake import Job
 from moeyard_router.text.detokenizer import Detokenizer, StopMatcher, TokenBytes
@@ -9,6 +10,8 @@ from moeyard_router.text.events import TextEvent, joined
 from moeyard_router.text.extraction import Extractor
 from moeyard_worker.protocol import Done, PromptExperts, PromptLogprobs, TokenLogprob, Tokens
 from moeyard_worker.wire import decode, encode
+
+ABORTED = "an operator has paused the server and aborted this request"
 
 
 @dataclass(slots=True)
@@ -60,10 +63,12 @@ class Choice:
         # output token but the last.
         self.experts = bytearray()
         self._row_bytes = 0 if job.routing is None else job.routing.row_bytes
-        self._routed = sampling.routed_experts_start or 0
+        self._routed = self._first_routed = sampling.routed_experts_start or 0
         self._last_routed = len(job.prompts[self.prompt].token_ids) - 1 if job.routing is not None else self._routed
         # Tokens of messages that touch the reasoning block, its markers included.
         self.reasoning_tokens = 0
+        # Each version of the weights that computed output, with the number of tokens before it.
+        self._versions: list[tuple[str, int]] = []
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self._user_stop_ids = frozenset(sampling.stop_token_ids)
@@ -88,7 +93,12 @@ class Choice:
         return self.num_scores == self._num_requested_scores
 
     def scores(self, message: PromptLogprobs) -> bool:
-        """Store log-probabilities of the prompt. Return False if they are out of order."""
+        """Store log-probabilities of the prompt. Return False if they are out of order.
+
+        They begin again if the weights change before the first output token.
+        """
+        if message.start == 1:
+            self._scores, self.num_scores = [], 0
         if message.start != self.num_scores + 1:
             return False
         self._scores.append(encode(message))
@@ -128,7 +138,12 @@ class Choice:
         return self._routed == self._last_routed
 
     def prompt_experts(self, message: PromptExperts) -> bool:
-        """Store experts of the prompt. Return False if they are out of order or have another form."""
+        """Store experts of the prompt. Return False if they are out of order or have another form.
+
+        They begin again if the weights change before the first output token.
+        """
+        if message.start == self._first_routed:
+            self.experts, self._routed = bytearray(), message.start
         if message.start != self._routed or len(message.experts) != message.count * self._row_bytes:
             return False
         self._routed += message.count
@@ -152,7 +167,9 @@ class Choice:
         Routed experts are dropped.
         """
         ids = message.token_ids
-        if not self._plain or self._waiting or ids[-1] in self._stop_ids or message.cached_tokens is not None:
+        if not self._plain or self._waiting or ids[-1] in self._stop_ids or message.weight_version is not None:
+            return None
+        if message.cached_tokens is not None:
             return None
         self.num_tokens += len(ids)
         return self._detokenizer.push(ids)
@@ -161,6 +178,9 @@ class Choice:
         """Take new output tokens, at least one. Tokens after a stop string are dropped."""
         if message.cached_tokens is not None:
             self.cached_tokens = message.cached_tokens
+        version = message.weight_version
+        if version is not None and version != self.weight_version:
+            self._versions.append((version, self.num_tokens))
         ids: Sequence[int] = message.token_ids
         if self._waiting or ids[-1] in self._stop_ids:
             ids = self._waiting + list(ids)
@@ -203,6 +223,34 @@ class Choice:
         if self._extractor is not None:
             _to_events(delta, self._extractor)
         return delta
+
+    def aborted(self) -> Delta:
+        """End with the output so far, because an operator ends all requests."""
+        text, stop = self._text(self._waiting)
+        self._waiting = []
+        if stop is None:
+            text += self._finish_text()[0]
+        delta = Delta(text, finish_reason="abort")
+        self.finish_reason = "abort"
+        if self._extractor is not None:
+            _to_events(delta, self._extractor)
+        return delta
+
+    @property
+    def weight_version(self) -> str | None:
+        """The version of the weights that computed the last output token. None before the first one."""
+        return self._versions[-1][0] if self._versions else None
+
+    @property
+    def versions(self) -> dict[str, list[dict[str, Any]]]:
+        """The answer's field with the spans of output tokens, [start, end), that each version of the weights computed.
+
+        Empty without output.
+        """
+        ends = [*(start for _, start in self._versions[1:]), self.num_tokens]
+        spans = zip(self._versions, ends, strict=False)
+        found = [{"version": name, "start": start, "end": end} for (name, start), end in spans if end > start]
+        return {"weight_versions": found} if found else {}
 
     @property
     def reported_reason(self) -> str | None:

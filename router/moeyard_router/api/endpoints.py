@@ -125,7 +125,7 @@ class GenerateEndpoint(_Endpoint):
         writer = surface.writer(
             job,
             reply_id=reply_id,
-            served={"model": services.config.model_name, **services.config.identified},
+            served=generation.served,
             created=int(time.time()),
             tokens=tokens,
         )

@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable
 from types import MappingProxyType
 
-from moeyard_router.api.choice import Choice, Delta
+from moeyard_router.api.choice import ABORTED, Choice, Delta
 from moeyard_router.api.intake import Job
 from moeyard_router.api.request_log import RequestLog
 from moeyard_router.api.request_scope import Direct, RequestRecord
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
-from moeyard_router.fleet.instructions import Event, Lost
+from moeyard_router.fleet.instructions import Aborted, Event, Lost
 from moeyard_router.fleet.records import Phases
 from moeyard_router.fleet.ticket import Ticket
 from moeyard_router.metrics import RouterMetrics, Timing
@@ -62,6 +62,9 @@ class Generation:
         self._metrics = metrics
         self._id = reply_id
         self._recent = fleet.recent
+        self._model, self._identified = fleet.config.model_name, fleet.admission.identified
+        # The version of the weights that computed the latest tokens.
+        self._version: str | None = None
         self._timings = [Timing(metrics, arrived) for _ in job.continuations]
         self._unfinished = set(range(len(job.continuations)))
         self._error: ApiError | None = None
@@ -70,6 +73,13 @@ class Generation:
             reply_id, [(job.submitted(c), c.sampling) for c in job.continuations], client=client, key=key
         )
         metrics.params_n.observe(len(job.continuations) // len(job.prompts))
+
+    def served(self) -> dict[str, str]:
+        """Return the fields of the answer that say what computed it: `model`, and `system_fingerprint` if known.
+
+        If the weights have changed meanwhile, the fingerprint is that of the latest tokens.
+        """
+        return {"model": self._model, **self._identified(self._version)}
 
     @property
     def finished(self) -> bool:
@@ -181,6 +191,7 @@ class Generation:
                 event = own
             if timing.first is None and not self._prompt_is_done(index):
                 return
+            self._version = event.weight_version or self._version
             delta = choice.tokens(event)
             self._count(now, index, event)
         elif isinstance(event, PromptLogprobs):
@@ -195,6 +206,8 @@ class Generation:
             if timing.first is None and not self._prompt_is_done(index):
                 return
             delta = choice.done(event)
+        elif isinstance(event, Aborted) and choice.has_scores and choice.has_experts:
+            delta = choice.aborted()
         else:
             self._error = _as_error(event)
             if isinstance(event, Rejected):
@@ -221,9 +234,18 @@ class Generation:
         sampling, forced = continuation.sampling, self._job.num_forced
         num_prompt = len(self._job.prompts[continuation.prompt].token_ids)
         if self._log is not None:
-            prompt, output = self._job.submitted(continuation), self._outputs[index]
-            count = self.choices[index].num_tokens + forced
-            self._log.add(self._id, index, prompt=prompt, sampling=sampling, output=output, count=count, reason=reason)
+            prompt, choice, output = self._job.submitted(continuation), self.choices[index], self._outputs[index]
+            served = {"model": self._model, **self._identified(choice.weight_version)}
+            self._log.add(
+                self._id,
+                index,
+                prompt=prompt,
+                sampling=sampling,
+                output=output,
+                count=choice.num_tokens + forced,
+                reason=reason,
+                served={**served, **choice.versions},
+            )
         timing.finished(now, reason, prompt_tokens=num_prompt, max_tokens=sampling.max_tokens - forced)
         queue = None if done is None else done.queue_seconds
         prefill = None if done is None else done.prefill_seconds
@@ -269,9 +291,11 @@ def _missing(data: str) -> ApiError:
     return ApiError(500, f"the worker did not send the {data} of this request", reason="")
 
 
-def _as_error(event: Done | Rejected | Lost) -> ApiError:
+def _as_error(event: Done | Rejected | Lost | Aborted) -> ApiError:
     if isinstance(event, Lost):
         return ApiError(503, event.reason, reason="")
+    if isinstance(event, Aborted):
+        return ApiError(503, f"{ABORTED} before all data about its prompt were known", reason="")
     if isinstance(event, Rejected):
         status = _REJECT_STATUS.get(event.reason, 500)
         return ApiError(status, event.message, param=event.param, reason=event.reason, retry_after=event.retry_after)

@@ -1,7 +1,7 @@
 """Answers as bytes: OpenAI's objects with vLLM's extensions, whole or as server-sent events."""
 
 import binascii
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -19,6 +19,8 @@ PIECE_BYTES = 64 * 1024  # largest part of a body that is encoded or sent in one
 # fewer takes less time than waking the thread.
 MANY_SCORES = 512
 _BASE64_BYTES = PIECE_BYTES // 4 * 3  # bytes that become one piece of base64 text; a multiple of 3
+# Returns the fields of an answer that say what computed it.
+Served = Callable[[], dict[str, str]]
 LOWEST_LOGPROB = -9999.0  # JSON has no -inf; OpenAI and vLLM write this for it
 _NULL = b"null"
 DONE_EVENT = b"data: [DONE]\n\n"
@@ -167,14 +169,14 @@ def prompt_logprobs(
 class ReplyWriter:
     """Writes the answer to one job. Chunks share a prebuilt head, so that a token costs one small JSON object.
 
-    served: fields of all answers, `model` and `system_fingerprint`.
+    served: returns the fields of the answer that say what computed it, `model` and `system_fingerprint`.
 
     As in vLLM, `prompt_token_ids` (with `return_token_ids`) are in each choice of a completion, at the top of a chat
     answer, and in the first chunk of a streamed choice. The same holds for `prompt_logprobs`, which are not streamed.
     With `echo`, the repeated prompt has log-probabilities too, except for its first token.
     """
 
-    def __init__(self, job: Job, *, reply_id: str, served: Mapping[str, str], created: int, tokens: TokenBytes) -> None:
+    def __init__(self, job: Job, *, reply_id: str, served: Served, created: int, tokens: TokenBytes) -> None:
         self._job = job
         self._tokens = tokens
         self._offsets = [
@@ -184,18 +186,28 @@ class ReplyWriter:
         self._long = LongLists()
         self._started = [False] * len(job.continuations)
         whole, part = ("chat.completion", "chat.completion.chunk") if job.chat else ("text_completion",) * 2
-        self._base = {"id": reply_id, "object": whole, "created": created, **served}
-        head = orjson.dumps({**self._base, "object": part})
-        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._served, self._part = served, part
+        self._base: dict[str, Any] = {"id": reply_id, "object": whole, "created": created}
         self._tail = b'],"usage":null}\n\n' if job.include_usage else b"]}\n\n"
         # Both sides of the text in the event of a choice that adds only text: nearly every event of a stream.
         self._reports_tokens = job.return_token_ids or job.logprobs is not None or job.continuous_usage
-        self._plain = [] if self._reports_tokens else [self._around(c.index) for c in job.continuations]
+        self._head, self._plain, self._fields = b"", list[tuple[bytes, bytes]](), dict[str, str]()
+        self._refresh()
         # Makes the event of text that is added to a choice that has begun. None: events have more than text.
         self.text_event: Callable[[int, str], bytes] | None = self._text if self._plain else None
 
+    def _refresh(self) -> None:
+        """Make the head of chunks again if the weights have changed."""
+        if (fields := self._served()) == self._fields:
+            return
+        self._fields = fields
+        head = orjson.dumps({**self._base, **fields, "object": self._part})
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._plain = [] if self._reports_tokens else [self._around(c.index) for c in self._job.continuations]
+
     def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> list[bytes]:
         """Return the events of a delta of choice `index`, in pieces."""
+        self._refresh()
         return self._long.pieces(self._chunk(index, delta, choices))
 
     def _chunk(
@@ -223,6 +235,7 @@ class ReplyWriter:
         choice["finish_reason"] = delta.finish_reason
         choice["stop_reason"] = delta.stop_reason
         if delta.finish_reason is not None:
+            choice |= choices[index].versions
             choice |= self._long.add_experts(job, choices[index])
         prompt_ids: tuple[int, ...] | None = None
         if job.return_token_ids:
@@ -283,6 +296,7 @@ class ReplyWriter:
             choice["logprobs"] = self._logprobs(index, delta, self._echoed(index, choices) if job.echo else None)
             choice["finish_reason"] = choices[index].reported_reason
             choice["stop_reason"] = delta.stop_reason
+            choice |= choices[index].versions
             choice |= self._long.add_experts(job, choices[index])
             if job.prompt_logprobs is not None and not job.chat:
                 choice["prompt_logprobs"] = self._long.add(self._prompt_logprobs(index, choices))
@@ -291,7 +305,7 @@ class ReplyWriter:
                 if not job.chat:
                     choice["prompt_token_ids"] = tuple(job.prompts[job.continuations[index].prompt].token_ids)
             out.append(choice)
-        answer = {**self._base, "choices": out, "usage": usage_of(self._job, choices)}
+        answer = {**self._base, **self._served(), "choices": out, "usage": usage_of(self._job, choices)}
         if job.chat and job.return_token_ids:
             answer["prompt_token_ids"] = tuple(job.prompts[0].token_ids)
         if job.chat and job.prompt_logprobs is not None:

@@ -31,12 +31,12 @@ _QUEUE = 4096
 class RequestLog:
     """Appends to `path`. Several routers may share the file: each line is one write.
 
-    served: fields of all lines, as in answers. The thread that encodes and writes leaves out lines, and says so, if the
-    disk is too slow or full. Raises OSError if the file cannot be opened.
+    The thread that encodes and writes leaves out lines, and says so, if the disk is too slow or full. Raises OSError if
+    the file cannot be opened.
     """
 
-    def __init__(self, path: Path, *, prompts: bool, served: Mapping[str, str]) -> None:
-        self._path, self._prompts, self._served = path, prompts, served
+    def __init__(self, path: Path, *, prompts: bool) -> None:
+        self._path, self._prompts = path, prompts
         self._file = _open(path)
         self._waiting: queue.Queue[partial[bytes] | None] = queue.Queue(_QUEUE)
         self._left_out = 0
@@ -53,9 +53,13 @@ class RequestLog:
         output: Sequence[Tokens],
         count: int,
         reason: str,
+        served: Mapping[str, Any],
     ) -> None:
-        """Log a sequence that has ended for `reason`. The client got the first `count` tokens of `output`."""
-        head = {"time": datetime.now(UTC).isoformat(), "id": reply_id, "index": index, **self._served, "reason": reason}
+        """Log a sequence that has ended for `reason`. The client got the first `count` tokens of `output`.
+
+        served: fields of its answer that say what computed it.
+        """
+        head = {"time": datetime.now(UTC).isoformat(), "id": reply_id, "index": index, **served, "reason": reason}
         line = partial(_line, head, prompt, sampling, tuple(output), count, prompts=self._prompts)
         try:
             self._waiting.put_nowait(line)
@@ -86,7 +90,7 @@ def open_log(config: RouterConfig) -> RequestLog | None:
     path = config.access.log_requests
     if path is None:
         return None
-    return RequestLog(path, prompts=config.access.log_prompts, served={"model": config.model_name, **config.identified})
+    return RequestLog(path, prompts=config.access.log_prompts)
 
 
 def check_log(access: AccessConfig) -> None:

@@ -18,6 +18,7 @@ from moeyard_router.api.choice import Choice
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.intake import Job
 from moeyard_router.api.messages import TextPart
+from moeyard_router.api.replies import Served
 from moeyard_router.api.response_tools import (
     ChosenTool,
     HostedTool,
@@ -334,7 +335,7 @@ class ResponseWriter(BlockWriter):
     _sequence = 0
     _head = _middle = _tail = b""
 
-    def __init__(self, job: Job, *, reply_id: str, served: Mapping[str, str], created: int, tokens: TokenBytes) -> None:
+    def __init__(self, job: Job, *, reply_id: str, served: Served, created: int, tokens: TokenBytes) -> None:
         super().__init__(job, reply_id=reply_id, served=served, created=created, tokens=tokens)
         self._offers = offers_of((job.repeated or {}).get("tools", ()))
 

@@ -5,7 +5,7 @@ because a trainer must know the distribution that it samples from.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Annotated, Any
 
@@ -15,7 +15,15 @@ from pydantic import Field
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.intake import Intake, Job
-from moeyard_router.api.replies import DONE_EVENT, LOWEST_LOGPROB, MANY_SCORES, LongLists, prompt_logprobs, usage_of
+from moeyard_router.api.replies import (
+    DONE_EVENT,
+    LOWEST_LOGPROB,
+    MANY_SCORES,
+    LongLists,
+    Served,
+    prompt_logprobs,
+    usage_of,
+)
 from moeyard_router.api.schema import (
     CacheSalt,
     CompletionRequest,
@@ -149,13 +157,16 @@ class TokenWriter:
 
     text_event = None  # there is no text: see `ReplyWriter.text_event`
 
-    def __init__(self, job: Job, *, reply_id: str, served: Mapping[str, str], created: int, tokens: TokenBytes) -> None:
+    def __init__(self, job: Job, *, reply_id: str, served: Served, created: int, tokens: TokenBytes) -> None:
         self._job = job
         self._long = LongLists()
+        self._served, self._request_id = served, (job.repeated or {}).get("request_id", reply_id)
+
+    @property
+    def _base(self) -> dict[str, Any]:
         # vLLM's answer names no model.
-        fields = {name: value for name, value in served.items() if name != "model"}
-        self._base = {"request_id": (job.repeated or {}).get("request_id", reply_id), **fields}
-        self._head = b"data: " + orjson.dumps(self._base)[:-1] + b',"choices":['
+        fields = {name: value for name, value in self._served().items() if name != "model"}
+        return {"request_id": self._request_id, **fields}
 
     def chunk(self, index: int, delta: Delta, choices: Sequence[Choice]) -> list[bytes]:
         """Return the event of a delta of choice `index`, in pieces."""
@@ -184,7 +195,8 @@ class TokenWriter:
         return self._long.pieces(orjson.dumps(answer))
 
     def _event(self, choice: bytes, usage: dict[str, Any] | None) -> bytes:
-        return self._head + choice + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+        head = b"data: " + orjson.dumps(self._base)[:-1] + b',"choices":['
+        return head + choice + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
 
     def _choice(self, index: int, delta: Delta, choice: Choice) -> dict[str, Any]:
         found = {
@@ -193,7 +205,9 @@ class TokenWriter:
             "finish_reason": delta.finish_reason,
             "token_ids": delta.token_ids,
         }
-        return found if delta.finish_reason is None else {**found, **self._long.add_experts(self._job, choice)}
+        if delta.finish_reason is None:
+            return found
+        return {**found, **choice.versions, **self._long.add_experts(self._job, choice)}
 
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         count = self._job.logprobs

@@ -14,11 +14,12 @@ from heapq import heappop, heappush
 from itertools import count as counter
 from typing import Any
 
-from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.config import RouterConfig, WorkerAddress, system_fingerprint
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.capacity import Capacity
 from moeyard_router.fleet.flights import MOST_DEATHS, Flight, Flights
 from moeyard_router.fleet.instructions import (
+    Aborted,
     Answered,
     Began,
     Carried,
@@ -35,13 +36,14 @@ from moeyard_router.fleet.instructions import (
     Waited,
     WakeAt,
 )
-from moeyard_router.fleet.orders import UNKNOWN, Drain
+from moeyard_router.fleet.orders import UNKNOWN, Drain, Hold
 from moeyard_router.fleet.placement import PromptPlacement
 from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.ranks import Ranks
 from moeyard_router.fleet.records import Incidents
 from moeyard_router.fleet.waiters import Waiters
 from moeyard_worker.protocol import (
+    FIRST_VERSION,
     Done,
     ExpertLoads,
     Message,
@@ -60,6 +62,9 @@ SOON_SECONDS = 0.02
 PAUSE_SECONDS = 0.25
 # A sequence that one more lost worker would end runs only after the fleet has been whole for this long.
 CALM_SECONDS = 3.0
+_PAUSED = "an operator has paused the server; /resume ends this"
+# Versions of weights whose fingerprints are kept, for answers that began with them.
+_MOST_VERSIONS = 256
 
 
 class Admission:
@@ -67,6 +72,7 @@ class Admission:
 
     failure: why the fleet has failed, or None. `given_up`: whether it has failed permanently.
     stopping: why it accepts no more requests, or None.
+    held: why no request starts, or None (`Hold`).
     generation: number of replacements of workers.
     last_progress: time of the latest sign that a step ran, in monotonic seconds.
     """
@@ -77,7 +83,10 @@ class Admission:
         self.failure: str | None = None
         self.stopping: str | None = None
         self.given_up = False
+        self.held = _PAUSED if config.held else None
         self.generation = 0
+        # The fingerprints of the ranks, and that of all answers, by version of the weights.
+        self._prints: dict[str, tuple[frozenset[str], str]] = {}
         self.last_progress: float | None = None
         self.ranks = Ranks(config)
         self.capacity = Capacity(now, config.most_inflight(len(config.workers)), config.max_waiting_tokens)
@@ -105,7 +114,8 @@ class Admission:
         self._emit(Changed())
 
     def replace(self, now: float, addresses: tuple[WorkerAddress, ...], facts: Mapping[str, Any] | None) -> None:
-        """Continue with these workers. `facts` are the launcher's facts about the incident.
+        """Continue with these workers. `facts` are the launcher's facts about the incident, with a
+        `weight_version` if the weights have changed.
 
         Workers that keep their endpoint and are not lost keep their sequences. Other sequences continue once all
         workers are ready.
@@ -115,6 +125,7 @@ class Admission:
         if not self._recovers:
             self.end_all(now, self.failure or "the workers were started again")
         self.failure = None
+        updated = facts is not None and "weight_version" in facts
         new = self.ranks.changed_by(addresses)
         for number in range(len(self.ranks)):
             gone = number >= len(addresses)
@@ -128,6 +139,12 @@ class Admission:
         self.waiters.resize(len(addresses))
         if self._recovers and (new or not self.is_whole):
             self._wait(now, "workers were replaced")
+        if updated:
+            # Workers compute these prompts again. Nobody else may continue from data of the old weights.
+            for flight in self.flights.by_name.values():
+                if not flight.output and flight.rank is None:
+                    flight.scored = flight.routed = 0
+            self.placement.forget(range(len(addresses)))
         self.placement.forget(new)
         self.generation += 1
         if facts is not None:
@@ -251,18 +268,48 @@ class Admission:
             self._move_flights(now, order.rank)
         if not self.ranks.any_open():
             self.waiters.room.hold(now)  # requests wait because of this order
-        elif self.is_whole:
+        elif self.is_whole and self.held is None:
             self.waiters.room.resume(now)
         if order.size is not None:
             what = f"going on with {order.size} worker{'s'[: order.size > 1]}"
             self._pause(now, range(order.size, len(self.ranks)), what, scales=True)
         elif order.leaves and order.rank < len(self.ranks):
-            self._pause(now, (order.rank,), f"worker {order.rank} is being restarted", scales=False)
+            self._pause(now, (order.rank,), f"worker {order.rank} is being restarted")
         self._drain(now)
         self._emit(Changed())
         if not self.is_whole and not order.leaves and order.size is None:
             return UNKNOWN
         return len(self._client_flights(order.rank))
+
+    def hold(self, now: float, order: Hold) -> int:
+        """Carry out a pause, or end it. Return how many sequences have started and not ended, or UNKNOWN."""
+        if order.mode is None:
+            self.held = None
+            if self.is_whole and self.ranks.any_open():
+                self.waiters.room.resume(now)
+        else:
+            self.held = _PAUSED
+            self.waiters.room.hold(now)
+        if order.mode == "abort":
+            self._abort_all(now)
+        if order.switches:
+            self._pause(now, (), "the weights are being updated", updates=True)
+        self._drain(now)
+        self._emit(Changed())
+        if not self.is_whole and not order.switches:
+            return UNKNOWN
+        return sum(flight.entry is None and flight.carried for flight in self.flights.by_name.values())
+
+    def _abort_all(self, now: float) -> None:
+        """End all sequences of clients with their output so far."""
+        for flight in list(self.flights.by_name.values()):
+            if flight.listener is None or not flight.carried:
+                continue
+            self.deliveries.append((now, flight.listener, flight.index, Aborted()))
+            flight.listener = None
+            self._abort(flight)
+            if flight.rank is None:
+                self._leave(now, flight, ran=False)
 
     # Events: ranks.
 
@@ -344,6 +391,18 @@ class Admission:
 
     # Questions.
 
+    def identified(self, version: str | None = None) -> dict[str, str]:
+        """Return the field of answers that names the fingerprint with a version of the weights (None: the present one).
+
+        Empty if there is none.
+        """
+        if version is None:
+            version = next((each.snapshot.weight_version for each in self.ranks if each.snapshot is not None), "")
+        fingerprint = self._config.fingerprint
+        if version in self._prints and (version != FIRST_VERSION or fingerprint is None):
+            fingerprint = self._prints[version][1]
+        return {} if fingerprint is None else {"system_fingerprint": f"fp_{fingerprint}"}
+
     def unavailable(self) -> str | None:
         """Return why nothing runs now, or None."""
         if self.failure is not None:
@@ -412,7 +471,7 @@ class Admission:
         flight = self.flights.by_name.get(message.request_id)
         if flight is not None and flight.rank == number and flight.listener is not None:
             if isinstance(message, PromptLogprobs):
-                flight.scored += len(message.logprobs)
+                flight.scored = message.start - 1 + len(message.logprobs)
             else:
                 flight.routed = message.start + message.count
             self.deliveries.append((now, flight.listener, flight.index, message))
@@ -460,6 +519,7 @@ class Admission:
         if not rank.lost:
             before, problem = rank.snapshot, self.ranks.mismatch(rank, snapshot)
             rank.take(snapshot)
+            self._note_weights(snapshot.weight_version)
             if problem is not None:
                 self.lose(now, number, problem)
                 self.fail(now, problem)
@@ -475,6 +535,16 @@ class Admission:
             if before is not None and snapshot.step > before.step:
                 self.last_progress = now
         self._settle(now)
+
+    def _note_weights(self, version: str) -> None:
+        """Note the fingerprint of the weights that a rank reports. Ranks on different devices have different ones."""
+        snapshots = [rank.snapshot for rank in self.ranks if rank.snapshot is not None]
+        found = frozenset(each.fingerprint for each in snapshots if each.weight_version == version)
+        if version and found != self._prints.get(version, (None, ""))[0]:
+            # Forget versions whose answers are long gone.
+            for old in list(self._prints)[: len(self._prints) + 1 - _MOST_VERSIONS]:
+                del self._prints[old]
+            self._prints[version] = found, system_fingerprint(found, self._config.kv_compression)
 
     # Whether the fleet is whole.
 
@@ -501,13 +571,15 @@ class Admission:
         *,
         planned: Iterable[int] | None = None,
         scales: bool = False,
+        updates: bool = False,
     ) -> None:
         """Open an incident, or add a report to the open one. `planned`: ranks that an operator restarts or removes."""
         incident = self.incidents.open
         if incident is None:
             self.is_whole = False
             incident = self.incidents.begin(now, reason)
-            incident.planned, incident.scales = None if planned is None else frozenset(planned), scales
+            incident.planned = None if planned is None else frozenset(planned)
+            incident.scales, incident.updates = scales, updates
             seconds = self._config.recovery_timeout
             self._late = now + seconds, f"the fleet was not whole again within {seconds:g} s: {reason}"
             self._emit(Began(incident))
@@ -545,17 +617,20 @@ class Admission:
                     incident.recomputed_tokens += flight.pending
             self._emit(Ended(incident))
             self._emit(Carried(incident.carried, incident.recomputed_tokens))
-        self.waiters.room.resume(now)
+        if self.held is None:
+            self.waiters.room.resume(now)
         self._drain(now)
         self._emit(Changed())
 
-    def _pause(self, now: float, leaving: Sequence[int], reason: str, *, scales: bool) -> None:
-        """Run nothing until the ranks in `leaving` are replaced, or the fleet has another size."""
+    def _pause(
+        self, now: float, leaving: Sequence[int], reason: str, *, scales: bool = False, updates: bool = False
+    ) -> None:
+        """Run nothing until the ranks in `leaving` are replaced, or the fleet has another size or other weights."""
         self.ranks.pausing = reason
         for number in leaving:
             self.ranks[number].leaving = True
         self.waiters.room.hold(now)
-        self._begin(now, reason, planned=leaving, scales=scales)
+        self._begin(now, reason, planned=leaving, scales=scales, updates=updates)
 
     # Where sequences run.
 
@@ -568,7 +643,7 @@ class Admission:
                 self._emit(Connect(address))
 
     def _has_room(self) -> bool:
-        return self.ranks.has_room(self.waiters.worker_places)
+        return self.held is None and self.ranks.has_room(self.waiters.worker_places)
 
     def _drain(self, now: float) -> None:
         """Start queued requests while a rank has room for them."""

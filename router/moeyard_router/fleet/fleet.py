@@ -27,7 +27,7 @@ from moeyard_router.fleet.instructions import (
 )
 from moeyard_router.fleet.link import LinkEvents, WorkerLink, gave_up
 from moeyard_router.fleet.loads import LoadsReader
-from moeyard_router.fleet.orders import Drain
+from moeyard_router.fleet.orders import Drain, Hold
 from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.records import RECENT, Phases
 from moeyard_router.fleet.ticket import Ticket
@@ -96,9 +96,10 @@ class Fleet:
         self.admission.give_up(time.monotonic(), reason)
         self._carry_out()
 
-    def drain(self, order: Drain) -> int:
-        """Carry out an order, as `Admission.drain`."""
-        count = self.admission.drain(time.monotonic(), order)
+    def obey(self, order: Drain | Hold) -> int:
+        """Carry out an order, as `Admission.drain` or `Admission.hold`."""
+        now, admission = time.monotonic(), self.admission
+        count = admission.hold(now, order) if isinstance(order, Hold) else admission.drain(now, order)
         self._carry_out()
         return count
 
@@ -253,6 +254,8 @@ class Fleet:
                 if incident.planned is None:
                     self._metrics.recoveries.inc()
                     self._metrics.recovery_seconds.observe(incident.whole_seconds or 0.0)
+                elif incident.updates:
+                    self._metrics.updates.inc()
                 else:
                     (self._metrics.scalings if incident.scales else self._metrics.restarts).inc()
             case Carried(sequences, recomputed_tokens):

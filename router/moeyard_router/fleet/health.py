@@ -29,7 +29,7 @@ class Health:
 
         A recovering fleet is not ready. It accepts requests but decodes none.
         """
-        problem = self._fleet.admission.unavailable()
+        problem = self._blocked()
         if problem is not None:
             return problem
         if self._warm != self._fleet.admission.generation:
@@ -38,6 +38,10 @@ class Health:
         if silence > self._config.canary_interval + self._config.canary_timeout:
             return self._problem or f"no decode step has run for {silence:.0f} s"
         return None
+
+    def _blocked(self) -> str | None:
+        """Return why no step can run now, or None."""
+        return self._fleet.admission.unavailable() or self._fleet.admission.held
 
     async def run(self, changed: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Warm up once all workers are up, call `on_ready` once, then send canaries after idle times.
@@ -55,7 +59,7 @@ class Health:
         """Wait until every worker of the present generation has decoded. False if the fleet stops before."""
         while self._warm != self._fleet.admission.generation:
             generation = self._fleet.admission.generation
-            if self._fleet.admission.unavailable() is None:
+            if self._blocked() is None:
                 ranks = self._ranks()
                 problems = await asyncio.gather(*(self._canary(rank) for rank in ranks))
                 self._problem = next((p for p in problems if p is not None), None)
@@ -81,7 +85,7 @@ class Health:
                 with contextlib.suppress(TimeoutError):  # boundary: usually nothing changes
                     async with asyncio.timeout(wait):
                         await changed.wait()
-            elif self._fleet.admission.unavailable() is None and self._fleet.num_inflight == 0:
+            elif self._blocked() is None and self._fleet.num_inflight == 0:
                 self._problem = await self._canary(next(ranks))
                 if self._problem is not None:
                     await asyncio.sleep(_RETRY_SECONDS)

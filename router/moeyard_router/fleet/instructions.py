@@ -16,7 +16,12 @@ class Lost:
     reason: str
 
 
-Event = PromptLogprobs | PromptExperts | Tokens | Done | Rejected | Lost
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The end of a sequence by an operator. Its output so far is its answer."""
+
+
+Event = PromptLogprobs | PromptExperts | Tokens | Done | Rejected | Lost | Aborted
 
 
 # (monotonic seconds, listener of a request, index of its sequence, event). A plain tuple, because each token needs one.

@@ -1,6 +1,7 @@
-"""Orders of a launcher about ranks that drain or are about to be replaced. Pure."""
+"""Orders of a launcher: ranks that drain or are about to be replaced, and pauses. Pure."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 # Replaces a number of sequences while the fleet is incomplete: the sequences may then be on any rank.
 UNKNOWN = -1
@@ -20,3 +21,16 @@ class Drain:
     carry: bool = False
     leaves: bool = False
     size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """Start no more requests; they queue. `mode` is vLLM's: "abort" ends those that have started, the others let them
+    run. None: start requests again.
+
+    The answer is the number of sequences that have started and not ended. `switches`: the weights are about to change,
+    so nothing runs until the workers are replaced.
+    """
+
+    mode: Literal["abort", "wait", "keep"] | None
+    switches: bool = False

@@ -22,7 +22,7 @@ class IncidentRecord:
     carried, recomputed_tokens: sequences that continued on another rank or connection, and their tokens that no cache
         was expected to hold.
     planned: the ranks that an operator restarted or removed. None for any other incident.
-    scales: whether the number of ranks changed on purpose.
+    scales: whether the number of ranks changed on purpose. `updates`: whether the weights did.
     launcher: the launcher's facts.
     """
 
@@ -38,6 +38,7 @@ class IncidentRecord:
     failure: str | None = None
     planned: frozenset[int] | None = None
     scales: bool = False
+    updates: bool = False
     launcher: Mapping[str, Any] | None = None
 
     def report(self, now: float, reason: str, rank: int | None) -> None:

@@ -13,7 +13,8 @@ from moeyard_worker.protocol import PromptExperts, PromptLogprobs, Tokens
 class Ticket:
     """The sequences of one request, and the mailbox of their events in order of arrival.
 
-    Every sequence gets exactly one terminal event (`Done`, `Rejected` or `Lost`), unless it is aborted first. The
+    Every sequence gets exactly one terminal event (`Done`, `Rejected`, `Lost` or `Aborted`), unless it is aborted
+    first. The
     request's prompt and max_tokens limit the size of the mailbox. The fleet calls `opened`, `moved`, `put` and `read`.
     """
 

@@ -119,7 +119,7 @@ class _Pages:
         return _json({"status": "unready", "reason": problem}, 503)
 
     async def version(self) -> dict[str, str]:
-        return {"version": self._config.version, **self._config.identified}
+        return {"version": self._config.version, **self._fleet.admission.identified()}
 
     async def metrics(self, request: Request) -> Response:
         """Return Prometheus metrics: the sum over all routers on the port, and the fleet's."""

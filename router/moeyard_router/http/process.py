@@ -1,7 +1,8 @@
 """A router process, which may share its port with others, and its messages to and from the launcher.
 
-It sends `Ready`, `WorkerLost`, `Replaced`, and `Drained` in answer to each `Drain`. It receives `Replace`, `Drain`,
-`GiveUp` and `Stop`. The workers end with the launcher. Then the router ends open requests with an error and exits.
+It sends `Ready`, `WorkerLost`, `Replaced`, and `Drained` in answer to each `Drain` or `Hold`. It receives `Replace`,
+`Drain`, `Hold`, `GiveUp` and `Stop`. The workers end with the launcher. Then the router ends open requests with an
+error and exits.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from typing import Any
 import uvloop
 
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.fleet.orders import Drain
+from moeyard_router.fleet.orders import Drain, Hold
 from moeyard_router.http.server import RouterServer, freeze_start_up
 from moeyard_router.http.siblings import Siblings
 
@@ -57,7 +58,7 @@ class GiveUp:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """The last `Drain` took effect; this router still has `sequences` sequences at the draining ranks."""
+    """The last order took effect; `sequences` of this router still run at the draining ranks, or anywhere."""
 
     sequences: int
 
@@ -137,8 +138,8 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
             message = GiveUp("moeyard serve has ended, and its workers with it")
         if isinstance(message, Replace):
             server.replace_workers(message.workers, lambda: pipe.send(Replaced()), message.incident)
-        elif isinstance(message, Drain):
-            server.drain(message, lambda sequences: pipe.send(Drained(sequences)))
+        elif isinstance(message, Drain | Hold):
+            server.obey(message, lambda sequences: pipe.send(Drained(sequences)))
         elif isinstance(message, GiveUp):
             server.give_up(message.reason)
         elif isinstance(message, Stop):

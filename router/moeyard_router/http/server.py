@@ -24,7 +24,7 @@ from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.collector import FleetCollector, VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
-from moeyard_router.fleet.orders import Drain
+from moeyard_router.fleet.orders import Drain, Hold
 from moeyard_router.http.app import create_app
 from moeyard_router.http.connection import ChunkOutbox, ConnectionProtocol
 from moeyard_router.http.credentials import Certificate, KeyRing, keep_fresh, open_certificate
@@ -163,13 +163,13 @@ class RouterServer:
 
         self._in_loop(replace)
 
-    def drain(self, order: Drain, then: Callable[[int], None]) -> None:
-        """Stop or resume new sequences at ranks. Then call `then` in the loop with the number that still run there."""
+    def obey(self, order: Drain | Hold, then: Callable[[int], None]) -> None:
+        """Carry out an order. Then call `then` in the loop with its answer."""
 
-        def drain() -> None:
-            then(0 if self._fleet is None else self._fleet.drain(order))
+        def obey() -> None:
+            then(0 if self._fleet is None else self._fleet.obey(order))
 
-        self._in_loop(drain)
+        self._in_loop(obey)
 
     def give_up(self, reason: str) -> None:
         """End all requests with this error, then `serve`. It may be called before `serve`."""

@@ -12,9 +12,10 @@ from moeyard_kernels.types.weight_form import plain_expert
 from moeyard_worker.checkpoint.formats.format import StoredTensor
 from moeyard_worker.checkpoint.gguf_index import open_gguf
 from moeyard_worker.checkpoint.identity import identity
-from moeyard_worker.checkpoint.index import INDEX_NAME, SINGLE_NAME, CheckpointIndex, open_index
+from moeyard_worker.checkpoint.index import INDEX_NAME, SINGLE_NAME, CheckpointIndex, join_files, open_index
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import EngineConfig
+from moeyard_worker.config.worker_spec import AS_STARTED, ServedWeights
 from moeyard_worker.models.family import Names
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import ModelSpec, model_spec
@@ -64,8 +65,14 @@ class DummyCheckpoint:
         return self.spec.resident_bytes(dtype, footprints) + plain_expert(**sizes, dtype=dtype).blob_bytes
 
 
-def check_weights(config: EngineConfig, model: ModelConfig) -> CheckedCheckpoint | DummyCheckpoint:
+def check_weights(
+    config: EngineConfig, model: ModelConfig, weights: ServedWeights = AS_STARTED
+) -> CheckedCheckpoint | DummyCheckpoint:
     """Return the checked source of the weights of `model`. Raises CheckpointError; nothing is loaded."""
+    if weights.files:
+        return check_checkpoint(join_files(weights.files), model)
+    if weights.directory is not None:
+        return check_checkpoint(open_index(weights.directory), model)
     if config.load_format == "dummy":
         return DummyCheckpoint(spec=model_spec(model, ()), dtype=model.served_dtype(config.dtype))
     assert config.model_path is not None, "EngineConfig requires it for every other format"

@@ -46,6 +46,11 @@ def _of_file(entries: list[tuple[str, TensorEntry]]) -> tuple[str, str]:
     return digest.hexdigest(), f"{stamp.size} {stamp.modified_ns}"
 
 
+def content(found: Mapping[str, tuple[str, str]]) -> str:
+    """Return a digest of an identity without its times, 16 hexadecimal digits."""
+    return hashlib.sha256(repr(sorted((name, each) for name, (each, _) in found.items())).encode()).hexdigest()[:16]
+
+
 def difference(one: Mapping[str, tuple[str, str]], other: Mapping[str, tuple[str, str]], *, one_host: bool) -> str:
     """Return the name of a file in which two identities differ, or "". Times count if both are on one host."""
     compared = 2 if one_host else 1

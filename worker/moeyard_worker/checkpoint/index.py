@@ -9,7 +9,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -103,6 +103,22 @@ def open_index(directory: Path | str) -> CheckpointIndex:
     return CheckpointIndex(directory, read_header(directory / SINGLE_NAME))
 
 
+def join_files(paths: Sequence[str]) -> CheckpointIndex:
+    """Read the headers of safetensors files that together hold a checkpoint. Raises CheckpointError."""
+    entries: dict[str, TensorEntry] = {}
+    for path in paths:
+        _add(entries, Path(path))
+    return CheckpointIndex(Path(paths[0]).parent, entries)
+
+
+def _add(entries: dict[str, TensorEntry], file: Path) -> None:
+    """Add the tensors of a file. Raises CheckpointError for a key that another file has, too."""
+    for key, entry in read_header(file).items():
+        if key in entries:
+            raise CheckpointError(f"{file}: {key} is also in {entries[key].file.name}")
+        entries[key] = entry
+
+
 def _read_shards(directory: Path, index_path: Path) -> dict[str, TensorEntry]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -115,10 +131,7 @@ def _read_shards(directory: Path, index_path: Path) -> dict[str, TensorEntry]:
             key = next(key for key, value in weight_map.items() if value == name)
             shown = file if name.isprintable() else repr(name)
             raise CheckpointError(f"{shown!s:.300}: no such file, but {INDEX_NAME} puts {key:.300} there")
-        for key, entry in read_header(file).items():
-            if key in entries:
-                raise CheckpointError(f"{file}: {key} is also in {entries[key].file.name}")
-            entries[key] = entry
+        _add(entries, file)
     for key, name in weight_map.items():
         if key not in entries or entries[key].file.name != name:
             raise CheckpointError(f"{directory / name}: no tensor {key:.300}, but {INDEX_NAME} puts it there")

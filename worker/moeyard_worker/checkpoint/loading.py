@@ -3,15 +3,15 @@
 Peak memory is that of the loaded weights, one more parameter and one block.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from moeyard_kernels.backend import Backend
-from moeyard_kernels.types.matrix import ExpertViews, Matrix
+from moeyard_kernels.types.matrix import ExpertViews, Matrix, blob_views
 from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_checkpoint, find_tensors
 from moeyard_worker.checkpoint.decoding import Read, fill
 from moeyard_worker.checkpoint.dummy import DummyWeights
@@ -36,6 +36,32 @@ def open_weights(
     if isinstance(checkpoint, DummyCheckpoint):
         return DummyWeights(checkpoint.spec, backend=backend, dtype=dtype, progress=progress)
     return CheckpointWeights(checkpoint, backend=backend, dtype=dtype, progress=progress, pinned=pinned)
+
+
+def read_through(checkpoint: CheckedCheckpoint, dtype: torch.dtype, experts: Iterable[tuple[int, int]]) -> None:
+    """Read all dense weights and these experts, (layer, expert), in host memory, and keep nothing.
+
+    A rank without room for a second copy calls it before it overwrites its weights: files that cannot be read, or hold
+    damaged scales, are found before the first byte changes. Raises CheckpointError and OSError.
+    """
+    host = _HostBackend()
+    weights = CheckpointWeights(checkpoint, backend=cast("Backend", host), dtype=dtype)
+    for weight in checkpoint.spec.dense():
+        weights.load(weight)
+    name = str(dtype).removeprefix("torch.")
+    form = checkpoint.spec.config.expert_form(name)
+    views = blob_views(form, torch.empty(form.blob_bytes, dtype=torch.uint8))
+    for layer, expert in experts:
+        weights.fill(layer, expert, views)
+
+
+class _HostBackend:
+    """The part of a backend that loading needs, in host memory and without packing."""
+
+    device = torch.device("cpu")
+
+    def matrix(self, weight: Matrix) -> Matrix:
+        return weight
 
 
 class CheckpointWeights:

@@ -55,6 +55,7 @@ def build_mesh(
     world_size: int,
     members: Sequence[int] | None = None,
     placement: Placement | None = None,
+    weights: str = "",
     epoch: int = 0,
     host: str = "127.0.0.1",
     deadline: float = 5.0,
@@ -65,7 +66,7 @@ def build_mesh(
 ) -> Mesh:
     """First phase, on every rank: bind. Publish `mesh.endpoint()`, then call `mesh.connect` with all endpoints.
 
-    Arguments are those of `Mesh`. If a `placement` is given, it must be equal on all ranks.
+    Arguments are those of `Mesh`. If `placement` and `weights` (a digest) are given, they must be equal on all ranks.
     """
     kind = resolve_kind(kind, world_size)
     return Mesh(
@@ -81,6 +82,7 @@ def build_mesh(
         slab_bytes=0 if kind in _BESIDE_MESH else shape.slab_bytes,
         fingerprint=shape.fingerprint
         + (f" placement={placement.fingerprint}" if placement else "")
+        + (f" weights={weights}" if weights else "")
         + (f" exchange={kind}" if kind in ("nvlink", "nccl") else ""),
         host_id=host_id,
         lock=lock,

@@ -6,9 +6,9 @@ the policy in each layer. Both make the same decisions.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -37,6 +37,13 @@ class ExpertSource(Protocol):
         Raises CheckpointError if a file has changed since it was checked.
         """
         ...
+
+
+class StagedExperts(NamedTuple):
+    """The source of new weights, and experts that were read from it: (layer, global id) -> packed."""
+
+    source: ExpertSource
+    packed: dict[ExpertKey, Any]
 
 
 class ExpertCache:
@@ -299,6 +306,44 @@ class ExpertCache:
         self._tables = self._resident_tables()
         self._counting.change(owned)
         self._missed = (self.stats.counters.num_misses, self.stats.counters.num_evictions)
+
+    def stage(self, source: ExpertSource) -> StagedExperts:
+        """Read the experts of new weights for `replace` while steps run. Any thread.
+
+        Only slots that hold all experts and can move are read now. Other caches read the experts in `replace`.
+        """
+        staged = StagedExperts(source, {})
+        if self.all_resident and self._residency is None and isinstance(slots := self._slots, MovableSlots):
+            for layer, expert in self._residents():
+                staged.packed[layer, expert] = slots.pack(partial(source.fill, layer, expert))
+        return staged
+
+    def replace(self, staged: StagedExperts) -> None:
+        """Use experts of other weights from now on. Call this between steps. Slots on a GPU keep their addresses."""
+        self._source, self._change, slots = staged.source, None, self._slots
+        if self._residency is not None or not isinstance(slots, MovableSlots):
+            self._loaded = False
+            self.preload()
+            return
+        order = [staged.packed.get(key) or slots.pack(self._filling(*key)) for key in self._residents()]
+        slots.rearrange([*order, *[None] * self._num_passing])
+
+    def stored(self) -> Iterator[tuple[ExpertKey, tuple[torch.Tensor, ...]]]:
+        """Yield (layer, global id) and the memory of each expert that this rank holds for good.
+
+        Without slots for all experts, a CPU holds none: the files are the store.
+        """
+        if self._residency is not None:
+            for i, layer in enumerate(self._layers):
+                for local, expert in enumerate(self._owned[i]):
+                    yield (layer, expert), (self._residency.stored(i, local),)
+        elif self.all_resident:
+            for slot, key in enumerate(self._residents()):
+                yield key, self._slots.contents(slot)
+
+    def owned_keys(self) -> list[ExpertKey]:
+        """Return (layer, global id) of all experts of this rank."""
+        return [(layer, expert) for layer, each in zip(self._layers, self._owned, strict=True) for expert in each]
 
     def _residents(self) -> list[ExpertKey]:
         """Return (layer, global id) of each slot's expert."""

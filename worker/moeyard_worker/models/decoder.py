@@ -11,6 +11,7 @@ from moeyard_kernels.types.matrix import Matrix
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts, Mlp, Moe
+from moeyard_worker.layers.overwriting import overwrite
 from moeyard_worker.layers.residual import AddNormStreams, HyperStreams, Residual, Streams
 from moeyard_worker.layers.rope import rope_table
 from moeyard_worker.layers.routing import StepRouting
@@ -113,32 +114,48 @@ class Decoder:
         self._embed: torch.Tensor = load(spec.embed)
         kinds = {attention.rope for attention in config.attention if attention.rope is not None}
         ropes = {k: rope_table(k, max_position=config.max_position, device=backend.device) for k in kinds}
-        layers = [
-            DecoderLayer(
+
+        streams, dtype = self.streams, self._embed.dtype
+
+        # Without `self`, so that a model is freed as soon as another takes its place.
+        def make(spec: ModelSpec, i: int, load: Load) -> DecoderLayer:
+            rope = config.attention[i].rope
+            return DecoderLayer(
                 spec,
-                layer,
+                spec.layers[i],
                 index=i,
                 backend=backend,
                 load=load,
-                streams=self.streams,
+                streams=streams,
                 exchange=exchange,
                 experts=experts,
                 # Drafts choose experts too, which belong to no token.
                 routing=routing if i < config.num_layers else None,
                 state=allocate(i),
-                rope=None if attention.rope is None else ropes[attention.rope],
-                dtype=self._embed.dtype,
+                rope=None if rope is None else ropes[rope],
+                dtype=dtype,
             )
-            for i, (layer, attention) in enumerate(zip(spec.layers, config.attention, strict=True))
-        ]
+
+        self._make = make
+        layers = [make(spec, i, load) for i in range(len(spec.layers))]
         # A layer of multi-token prediction may follow the model's. A `Drafter` runs it.
         self._layers, self.more_layers = layers[: config.num_layers], layers[config.num_layers :]
         # Each layer with the site behind it: that of the next layer, or of the head.
-        head_site, self._to_head = self.streams.last(load_all(load, spec.head_site))
-        self._walk = [*zip(self._layers, [*(layer.site for layer in self._layers[1:]), head_site], strict=True)]
+        self._ending = self.streams.last(load_all(load, spec.head_site))
+        last, self._to_head = self._ending
+        self._walk = [*zip(self._layers, [*(layer.site for layer in self._layers[1:]), last], strict=True)]
         kind = [(config.attention[i], type(layer.block)) for i, layer in enumerate(self._layers)]
         self._one_of_each = [step for i, step in enumerate(self._walk) if kind[i] not in kind[:i]]
         self._lm_head: Matrix = Matrix.plain(self._embed) if spec.lm_head is None else load(spec.lm_head)
+
+    def overwrite(self, spec: ModelSpec, load: Load) -> None:
+        """Load weights into the memory of the present ones. Raises ValueError as `overwrite` of layers."""
+        overwrite(self._embed, load(spec.embed))
+        for i, layer in enumerate((*self._layers, *self.more_layers)):
+            overwrite(layer, self._make(spec, i, load))
+        overwrite(self._ending, self.streams.last(load_all(load, spec.head_site)))
+        if spec.lm_head is not None:
+            overwrite(self._lm_head, load(spec.lm_head))
 
     def forward(self, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return fp32 logits [num_sampled or more, V] of the plan's sample rows. Rows from num_sampled on are garbage.

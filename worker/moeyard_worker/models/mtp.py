@@ -7,6 +7,7 @@ further tokens the layer takes its own hidden state in place of the model's.
 import torch
 
 from moeyard_kernels.backend import Backend, StepPlan
+from moeyard_worker.layers.overwriting import overwrite
 from moeyard_worker.layers.residual import Residual
 from moeyard_worker.models.decoder import Decoder, DecoderLayer, Load, load_all
 from moeyard_worker.models.spec import DraftSpec
@@ -23,7 +24,14 @@ class Drafter:
         self._layer, self._model, self._backend = layer, model, backend
         self._token_norm, self._hidden_norm = load(spec.token_norm), load(spec.hidden_norm)
         self._joins = load_all(load, spec.joins)
-        self._last, self._to_head = model.streams.last(load_all(load, spec.head_site))
+        self._ending = model.streams.last(load_all(load, spec.head_site))
+        self._last, self._to_head = self._ending
+
+    def overwrite(self, spec: DraftSpec, load: Load) -> None:
+        """Load weights into the memory of the present ones, but for those of `layer`, which the model overwrites."""
+        parts = (load(spec.token_norm), load(spec.hidden_norm), load_all(load, spec.joins))
+        overwrite((self._token_norm, self._hidden_norm, self._joins), parts)
+        overwrite(self._ending, self._model.streams.last(load_all(load, spec.head_site)))
 
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """Return the layer's hidden states, which `head` reads, in the shape of `hidden`.

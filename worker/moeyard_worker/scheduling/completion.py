@@ -29,9 +29,10 @@ def take_tokens(
     now: float,
     row: int,
     experts: bytes = b"",
+    weight_version: str | None = None,
 ) -> tuple[Tokens, str | None]:
     """Append tokens to their request, and count them. The first follows row `row` of the completed chunk, and `experts`
-    are those of the chunk's rows.
+    are those of the chunk's rows. `weight_version`: of the weights that computed it.
 
     Return the message about them and the finish reason, or None. Accepted tokens after the last one are dropped.
     """
@@ -48,6 +49,7 @@ def take_tokens(
     num_gaps = len(request.output) - request.num_given - 1
     if reason is not None and num_gaps > 0 and request.first_token is not None:
         stats.token_seconds.append((now - request.first_token) / num_gaps)
+    known, request.weight_version = request.weight_version, weight_version
     tokens = Tokens(
         request_id=request.request_id,
         start=start,
@@ -55,6 +57,7 @@ def take_tokens(
         logprobs=result.logprobs[:count],
         cached_tokens=None if start else request.cached_tokens,
         routed_experts=_behind(request, chunk, experts, range(row, row + count)),
+        weight_version=None if known == weight_version else weight_version,
     )
     return tokens, reason
 

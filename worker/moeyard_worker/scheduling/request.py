@@ -89,6 +89,7 @@ class Request:
         `prompt_logprobs` or a `forced` output count them.
     num_routed: the prompt's experts were sent up to this position, if they are wanted.
     num_given: output tokens that it came with: from a lost rank, or forced.
+    weight_version: the version of the weights that its client knows; None before the first token and after a change.
     excused: seconds of waiting in which no steps ran.
     in_flight: its chunks in planned steps that are not completed, oldest first.
     sample_index: index of the newest of them among the sampled chunks of its step.
@@ -119,6 +120,7 @@ class Request:
     num_scored: int = 0
     num_routed: int = 0
     num_given: int = 0
+    weight_version: str | None = None
     excused: float = 0.0
     cached_tokens: int = 0
     in_flight: list[Chunk] = field(default_factory=list)

@@ -60,6 +60,8 @@ class Scheduler:
         self._drafting = Drafting(config.num_drafts, adaptive=config.adaptive_drafts) if config.num_drafts else None
         self._roster = Roster()
         self._flights: deque[_Flight] = deque()
+        # The version of the weights in use, as answers name it. None before the first epoch.
+        self.weight_version: str | None = None
 
     @property
     def num_running(self) -> int:
@@ -150,6 +152,29 @@ class Scheduler:
             chunks, request.in_flight = request.in_flight, []
             if chunks and request.state_slot >= 0:
                 self._preempt(request)
+
+    def hold(self, now: float) -> None:
+        """Note that no step is planned until the next `schedule`. This time does not count as waiting."""
+        self._roster.hold(now)
+
+    def renew(self, weight_version: str) -> None:
+        """Continue with other weights. No step may be in flight.
+
+        All state of the old weights is dropped: prefixes, snapshots, drafts, and what requests have computed. Running
+        requests are computed again with their output so far. Data about a prompt without output are sent again.
+        """
+        assert not self._flights, "a step in flight uses the old weights"
+        for request in list(self._roster.running):
+            self._preempt(request)
+        self._holdings.pool.forget()
+        self.weight_version = weight_version
+        for request in self._roster.waiting:
+            request.weight_version = None
+            if not request.output:
+                request.num_routed = request.sampling.routed_experts_start or 0
+                # Without `prompt_logprobs` a forced output is scored from its first token on.
+                forced_only = request.forced and request.sampling.prompt_logprobs is None
+                request.num_scored = len(request.prompt) - 1 if forced_only else 0
 
     def schedule(self, now: float, *, beside_output: bool = False) -> Step:
         """Plan the next step. Steps with chunks must be completed by `complete`, in order of planning.
@@ -353,7 +378,15 @@ class Scheduler:
         """Take tokens of which the first follows row `row` of the chunk, and end the request if one of them does."""
         eos = self.config.eos_token_ids
         tokens, reason = take_tokens(
-            request, chunk, result, eos_token_ids=eos, stats=self.stats, now=now, row=row, experts=experts
+            request,
+            chunk,
+            result,
+            eos_token_ids=eos,
+            stats=self.stats,
+            now=now,
+            row=row,
+            experts=experts,
+            weight_version=self.weight_version,
         )
         replies = [Reply(request.client, tokens)]
         if reason is not None:

@@ -95,6 +95,15 @@ class PagePool:
             self._page_of[digest] = page
             self._hash_of[page] = digest
 
+    def forget(self) -> None:
+        """Drop the whole prefix index. Pages with references stay allocated, but are not in the index any more."""
+        for digest in self._page_of:
+            if self._forgotten is not None:
+                self._forgotten(digest)
+        self._free.extend(self._idle)
+        self._page_of, self._hash_of = {}, {}
+        self._idle.clear()
+
     def release(self, pages: Sequence[int]) -> None:
         """Drop one reference to each page. The end of a prefix is evicted before its beginning."""
         for page in reversed(pages):

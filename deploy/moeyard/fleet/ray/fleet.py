@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 import ray
@@ -27,6 +27,7 @@ from moeyard.fleet.messages import (
     Answered,
     Call,
     Command,
+    CommandName,
     End,
     Event,
     Examine,
@@ -58,6 +59,7 @@ from moeyard.fleet.ray.places import PLACEMENT_SECONDS, Places, Standby
 from moeyard.fleet.ray.processes import RAYLET, Guard, LocalRay, Vitals, fence_process, is_tracker, kill_process
 from moeyard.fleet.ray.start import check_reachable, connect, first_line
 from moeyard.fleet.routers import RouterProcesses
+from moeyard.fleet.weights_api import FleetState
 from moeyard.logs import LogConfig
 from moeyard.signals import Interrupts
 from moeyard_worker.config.engine_config import EngineConfig
@@ -211,17 +213,13 @@ class RayFleet:
 
     def command(
         self,
-        name: Literal["drain", "undrain", "restart", "scale"],
+        name: CommandName,
         say: Say,
-        *,
-        ranks: tuple[int, ...] = (),
-        size: int = 0,
-        seconds: float = 0.0,
-        changes: Mapping[str, Any] | None = None,
+        **fields: Any,
     ) -> str:
         """Run an operator's command to its end and return its final text. From any thread but the fleet's.
 
-        Raises Refused.
+        fields: of `Command`. Raises Refused.
         """
         words: queue.SimpleQueue[str | Finish] = queue.SimpleQueue()
         with self._lock:
@@ -229,13 +227,17 @@ class RayFleet:
                 raise Refused(self._closed)
             number = next(self._numbers)
             self._words[number] = words
-        fields = {"ranks": ranks, "size": size, "seconds": seconds, "changes": changes or {}}
-        self._asked.put(Command(number=number, name=name, **fields))  # type: ignore[arg-type]
+        self._asked.put(Command(number=number, name=name, **fields))
         while isinstance(word := words.get(), str):
             say(word)
         if word.exit_code is not None:
             raise Refused(word.text, word.exit_code)
         return word.text
+
+    def state(self) -> FleetState:
+        """Return what trainers may know. From any thread."""
+        ranks = self._machine.ranks
+        return FleetState(weights=ranks.weights, paused=ranks.paused, size=ranks.size)
 
     def _close(self, reason: str) -> None:
         """Refuse all commands, also those under way."""

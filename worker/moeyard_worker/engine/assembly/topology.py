@@ -66,8 +66,11 @@ def host_patience(config: EngineConfig) -> float:
     return config.step_deadline * (1 if meet else STALL)
 
 
-def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Placement) -> Mesh:
-    """Bind the rank's mesh of an epoch, not yet connected. Its members are the ranks that own experts then."""
+def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Placement, weights: str) -> Mesh:
+    """Bind the rank's mesh of an epoch, not yet connected. Its members are the ranks that own experts then.
+
+    weights: a digest of the weights. Ranks with other weights are refused.
+    """
     config, keys = spec.config, spec.keys
     return build_mesh(
         # By the fleet's first size, because a fleet with one remaining rank may have peers again.
@@ -77,6 +80,7 @@ def bind_mesh(spec: WorkerSpec, shape: ExchangeShape, epoch: int, placement: Pla
         world_size=max(placement.ranks) + 1,
         members=placement.ranks,
         placement=placement,
+        weights=weights,
         epoch=epoch,
         host=spec.host,
         deadline=config.step_deadline,

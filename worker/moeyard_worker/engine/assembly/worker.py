@@ -5,25 +5,32 @@ Life: construct (sockets bound, nothing loaded), `endpoints`, `connect` (meet th
 epoch), `connect`, `prepare` if the rank gets other experts, `rejoin`, and `wait` again. `progress` and `stop` may be
 called at any time, in any thread. A rank that joins later loads before it meets its peers. Arguments and results are
 plain values.
+
+New weights: `stage_weights` while steps run, then `discard_weights`; or between two epochs `use_weights`, then
+`rebind`.
 """
 
+import hashlib
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from moeyard_worker.checkpoint.check import check_weights
-from moeyard_worker.checkpoint.loading import open_weights
-from moeyard_worker.config.engine_config import EngineConfig, SchedulerConfig, loading_rates
+from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, check_weights
+from moeyard_worker.checkpoint.identity import CONFIG_NAME, content
+from moeyard_worker.checkpoint.loading import CheckpointWeights, open_weights, read_through
+from moeyard_worker.config.engine_config import EngineConfig, SchedulerConfig, format_size, loading_rates
 from moeyard_worker.config.placement import Placement, partition
-from moeyard_worker.config.worker_spec import WorkerSpec
+from moeyard_worker.config.worker_spec import ServedWeights, WorkerSpec
 from moeyard_worker.engine.assembly.device import make_device
 from moeyard_worker.engine.assembly.fingerprint import fingerprint
 from moeyard_worker.engine.assembly.fitting import Planner, plan_or_suggest, ran_out
@@ -36,12 +43,12 @@ from moeyard_worker.engine.loop.metrics import WorkerMetrics
 from moeyard_worker.engine.memory.host_memory import available_memory
 from moeyard_worker.engine.memory.plan import MemoryPlan, exchange_shape, fetch_shape, plan_with_fetch
 from moeyard_worker.engine.sampling.grammars import Grammars
-from moeyard_worker.engine.steps.runner import Runner
+from moeyard_worker.engine.steps.runner import Loaded, Runner
 from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.membership.frames import Phase
 from moeyard_worker.exchange.membership.rendezvous import MeshEndpoint
 from moeyard_worker.exchange.transports.nvlink.expert_fetch import FetchOffer
-from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.experts.cache import ExpertCache, StagedExperts
 from moeyard_worker.experts.recorder import RoutingRecorder, TraceHeader
 from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.models.model_config import ModelConfig
@@ -66,12 +73,15 @@ class Worker:
         spec, self._exchange_why = settle_exchange(spec, self._device, self._shape)
         self._spec, config = spec, spec.config
         log.info("rank %d: exchange %s: %s", spec.rank, config.exchange, self._exchange_why)
-        self.checkpoint = check_weights(config, self._model)
+        self._weights = spec.weights
+        self._staged: StagedWeights | None = None
+        self._reading: ServedWeights | None = None  # what `stage_weights` reads
+        self.checkpoint = check_weights(config, self._model, self._weights)
         self._dtype: torch.dtype = getattr(torch, self._model.served_dtype(config.dtype))
         self._form = self._model.expert_form(self._model.served_dtype(config.dtype))
         shards = partition(self._model.num_experts, config.num_workers) if spec.placement is None else ()
         self._placement = spec.placement or Placement.of_shards(self._model.moe_layers, shards)
-        self._mesh = bind_mesh(spec, self._shape, spec.epoch, self._placement)
+        self._mesh = bind_mesh(spec, self._shape, spec.epoch, self._placement, self._weights_digest)
         # No caller has this object yet, so this closes what an error leaves: ports, and names in /dev/shm and /tmp.
         with ExitStack() as on_error:
             on_error.callback(self._mesh.close)
@@ -83,6 +93,7 @@ class Worker:
             on_error.pop_all()
         self._metrics.refused = {"router": self._frontend.refusals.counts, "peer": self._mesh.refused}
         self._available: int | None = None
+        self._ranks_on_host = 1
         self._loaded = self._total = 0
         self._engine: Engine | None = None
         self.grammars: Grammars | None = None
@@ -105,7 +116,7 @@ class Worker:
         """Bind a mesh of another epoch, after `wait` or if peers did not meet. `placement`: a new one, if any."""
         self._placement = placement or self._placement
         self._mesh.close()
-        self._mesh = bind_mesh(self._spec, self._shape, epoch, self._placement)
+        self._mesh = bind_mesh(self._spec, self._shape, epoch, self._placement, self._weights_digest)
         # The totals go on: a counter that falls would hide the refusals since the last scrape.
         self._mesh.refused.update(self._metrics.refused["peer"])
         self._metrics.refused["peer"] = self._mesh.refused
@@ -131,7 +142,7 @@ class Worker:
         `ranks_on_host` workers share evenly the memory that was free on the host when they had met, or is now. A GPU
         serves one worker. Raises ValueError if something does not fit, and CheckpointError for a bad file.
         """
-        config = self._spec.config
+        config, self._ranks_on_host = self._spec.config, ranks_on_host
         # A launcher may call from any thread, and each thread has a current device.
         self._device.activate()
         if self._available is None:
@@ -241,6 +252,7 @@ class Worker:
         self.grammars = Grammars.of_directory(
             config.model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
+        found = fingerprint(config, self.checkpoint, self._model, device=self._device.name)
         self._engine = Engine(
             rank=self._spec.rank,
             epoch=self._mesh.epoch,
@@ -254,6 +266,7 @@ class Worker:
             on_loss=self._ended.put,
             grammars=self.grammars,
         )
+        self._engine.change_weights(self._weights.version, found)
         log.info("rank %d serves %s with %s", self._spec.rank, config.model_path or config.shape, plan)
         read = None if staging is None else weights.read_rate
         log.info("%s", loading_rates(self._loaded, seconds, read))
@@ -261,7 +274,7 @@ class Worker:
             "exchange": config.exchange,
             "exchange_why": self._exchange_why,
             "dtype": str(self._dtype).removeprefix("torch."),
-            "fingerprint": fingerprint(config, self.checkpoint, self._model, device=self._device.name),
+            "fingerprint": found,
             "num_pages": plan.num_pages,
             "prefix_caching": scheduler.config.prefix_caching,
             "max_model_len": plan.max_model_len,
@@ -326,6 +339,112 @@ class Worker:
         """
         return self.experts.prepare(placement.experts(self._spec.rank), room=room)
 
+    def stage_weights(self, weights: ServedWeights) -> dict[str, Any]:
+        """Check other weights, and read what this rank will need of them, while steps run with the present ones.
+
+        On a CPU the rank then holds both. A GPU has no room for that, so everything is read once to find faults, and
+        read again by `use_weights`. Return `weights` (their identity) and `fingerprint`. Raises ValueError, in one
+        line, if the rank cannot serve these weights. Then nothing has changed.
+        """
+        self.discard_weights()
+        self._reading = weights
+        self._device.activate()
+        check_model(self._spec.config, self._model, weights)
+        found = check_weights(self._spec.config, self._model, weights)
+        assert isinstance(found, CheckedCheckpoint), "new weights are files"
+        change: Callable[[], None]
+        if isinstance(self.runner, Runner):
+            self._check_room(found)
+            source = self._open(found)
+            model, experts = self.runner.assemble(found.spec, source.load), self.experts.stage(source)
+            change = partial(self._swap, model, experts)
+        else:
+            read_through(found, self._dtype, self.experts.owned_keys())
+            change = partial(self._overwrite, found)
+        if self._reading is weights:  # nobody has discarded them meanwhile
+            self._staged = StagedWeights(weights=weights, checkpoint=found, change=change)
+        log.info("rank %d has read %s", self._spec.rank, weights)
+        return self._facts(found)
+
+    def discard_weights(self) -> None:
+        """Forget staged weights, also those that are being read."""
+        self._staged = self._reading = None
+
+    def use_weights(self, weights: ServedWeights) -> dict[str, Any]:
+        """Put the staged weights into use. Call it between two epochs, before `rebind`. Return as `stage_weights`.
+
+        A second call does nothing. Raises ValueError if other weights, or none, are staged, and the error of a file
+        that cannot be read any more. Then the rank may hold a mixture, and must be replaced.
+        """
+        assert self._engine is not None, "a rank loads before its weights change"
+        staged, self._staged = self._staged, None
+        if weights != self._weights:
+            if staged is None or staged.weights != weights:
+                raise ValueError(f"rank {self._spec.rank} has not read {weights}")
+            self._device.activate()
+            staged.change()
+            self._weights, self.checkpoint = weights, staged.checkpoint
+        facts = self._facts(self.checkpoint)
+        self._engine.change_weights(weights.version, facts["fingerprint"])
+        return facts
+
+    def _facts(self, checkpoint: CheckedCheckpoint | DummyCheckpoint) -> dict[str, Any]:
+        found = fingerprint(self._spec.config, checkpoint, self._model, device=self._device.name)
+        return {"weights": dict(checkpoint.identity), "fingerprint": found}
+
+    @property
+    def _weights_digest(self) -> str:
+        return f"{self._weights.version}/{content(self.checkpoint.identity)}"
+
+    def _open(self, checkpoint: CheckedCheckpoint) -> CheckpointWeights:
+        staging = self._device.staging()
+        return CheckpointWeights(checkpoint, backend=self._device.backend, dtype=self._dtype, pinned=staging)
+
+    def _check_room(self, checkpoint: CheckedCheckpoint) -> None:
+        """Raise ValueError if there is no room for the new weights beside the present ones."""
+        dense = checkpoint.resident_bytes(str(self._dtype).removeprefix("torch."), self._device.footprints)
+        needed = dense + self.experts.num_slots * self._form.blob_bytes
+        free = self._device.available() // (self._ranks_on_host if self._device.shared else 1)
+        if needed > free:
+            raise ValueError(
+                f"new weights take {format_size(needed)} beside the present ones until these are freed, and rank "
+                f"{self._spec.rank} has {format_size(free)}; lower --kv-memory, or start the server with these weights"
+            )
+
+    def _swap(self, model: Loaded, experts: StagedExperts) -> None:
+        """Compute with weights in new memory."""
+        assert isinstance(self.runner, Runner), "captured steps hold the addresses of the old weights"
+        self.runner.use(model)
+        self.experts.replace(experts)
+
+    def _overwrite(self, checkpoint: CheckedCheckpoint) -> None:
+        """Read weights into the memory of the present ones."""
+        source = self._open(checkpoint)
+        self.runner.overwrite(checkpoint.spec, source.load)
+        self.experts.replace(StagedExperts(source, {}))
+        self._device.finish()
+
+    def pause(self) -> None:
+        """Run no steps of this rank's own requests until `resume`. It takes part in its peers' steps."""
+        self._pause(paused=True)
+
+    def resume(self) -> None:
+        """Run steps again."""
+        self._pause(paused=False)
+
+    def _pause(self, *, paused: bool) -> None:
+        assert self._engine is not None, "a rank loads before it pauses"
+        self._engine.pause(paused=paused)
+
+    def weight_checksums(self) -> dict[str, str]:
+        """Return SHA-256 digests of the weights in this rank's memory, by name, in the layout of its kernels."""
+        self._device.activate()
+        at = f"rank{self._spec.rank}"
+        found = {f"{at}.{name}": checksum((tensor,)) for name, tensor in self.runner.weights()}
+        for (layer, expert), parts in self.experts.stored():
+            found[f"{at}.layers.{layer}.experts.{expert}"] = checksum(parts)
+        return found
+
     def _run(self) -> None:
         engine = self._engine
         assert engine is not None
@@ -372,6 +491,48 @@ class Worker:
         self._frontend.close()
         self._metrics.close()
         self._ended.put(None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedWeights:
+    """Weights that a rank has checked and read. `change` puts them into use between two epochs."""
+
+    weights: ServedWeights
+    checkpoint: CheckedCheckpoint
+    change: Callable[[], None]
+
+
+def checksum(parts: Iterable[torch.Tensor]) -> str:
+    """Return the SHA-256 of the bytes of tensors."""
+    digest = hashlib.sha256()
+    for each in parts:
+        plain = each if each.layout == torch.strided else each.to_dense()
+        digest.update(plain.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+# Fields of a config whose weights are a directory of safetensors files.
+_AS_DIRECTORY: Mapping[str, Any] = MappingProxyType(
+    {"shape": None, "num_layers": None, "quantization": None, "gguf": None, "load_format": "auto"}
+)
+
+
+def check_model(config: EngineConfig, model: ModelConfig, weights: ServedWeights) -> None:
+    """Raise ValueError if a directory of new weights has a config.json of another model. Without one, nothing is known.
+
+    The ids that end a sequence may differ: they remain those of the server's start.
+    """
+    if weights.directory is None or not (Path(weights.directory) / CONFIG_NAME).exists():
+        return
+    found = served_model(replace(config, **_AS_DIRECTORY, model_path=weights.directory))
+    found = replace(found, eos_token_ids=model.eos_token_ids)
+    names = [each.name for each in fields(model) if getattr(found, each.name) != getattr(model, each.name)]
+    if names:
+        one = names[0]
+        raise ValueError(
+            f"{weights.directory}/{CONFIG_NAME} describes another model: {one} is {getattr(found, one)!r:.80}, and "
+            f"{getattr(model, one)!r:.80} is served; start the server with it"
+        )
 
 
 def open_recorder(

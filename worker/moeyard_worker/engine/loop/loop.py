@@ -142,6 +142,8 @@ class Engine:
         self._on_loss = on_loss
         self._next: tuple[Mesh, int, Placement] | None = None  # the arguments of `rejoin`
         self._ending: tuple[int, str] | None = None  # the epoch to end, and why
+        self._weights: tuple[str, str] | None = None  # the arguments of `change_weights`
+        self._paused = False
         self._stopping = False
 
     def stop(self) -> None:
@@ -159,6 +161,19 @@ class Engine:
         # `_begin_epoch` sets `epoch` before it clears `_next`, so one of them names the latest epoch.
         coming = self._next
         self._ending = (self.epoch if coming is None else coming[0].epoch, reason)
+        self._poller.wake()
+
+    def change_weights(self, version: str, fingerprint: str) -> None:
+        """Drop what was computed with other weights when the next epoch begins. Call it before the first one, too.
+
+        The caller has changed the weights between two epochs. `fingerprint`: hash of all that may change bits of
+        answers with them.
+        """
+        self._weights = version, fingerprint
+
+    def pause(self, *, paused: bool) -> None:
+        """Plan no more steps of this rank's own, or plan them again. It takes part in its peers' steps. Any thread."""
+        self._paused = paused
         self._poller.wake()
 
     def close(self) -> None:
@@ -190,10 +205,12 @@ class Engine:
         if self._ending is not None and self._ending[0] == self.epoch and not self.failure:
             self._lose(ExchangeError(self.mesh.fail(self._ending[1], planned=True)))
         self._take_messages()
+        if self._paused:
+            self._scheduler.hold(time.monotonic())
         for reply in self._scheduler.expire(time.monotonic()):
             self._send(reply.client, reply.message)
         try:
-            if self.failure is None and (self._scheduler.has_work() or self._launched or self._peer_started()):
+            if self.failure is None and (self._has_work() or self._launched or self._peer_started()):
                 self._advance()
                 return
         except ExchangeError as error:
@@ -201,6 +218,9 @@ class Engine:
             return
         self._report(force=False)
         self._block()
+
+    def _has_work(self) -> bool:
+        return not self._paused and self._scheduler.has_work()
 
     def _peer_started(self) -> bool:
         return self._lockstep.peer_started(self.step + 1)
@@ -260,13 +280,13 @@ class Engine:
 
     def _advance(self) -> None:
         """Launch a step if there is one to run. Take the results of the oldest one if no more may be in flight."""
-        if self._pacing is not None and self._launched and self._scheduler.has_work():
+        if self._pacing is not None and self._launched and self._has_work():
             has_run = self._launched[-1][0].has_run
             if self._pacing.too_early(lambda: has_run() or self._peer_started(), self._pause):
                 return
         started = time.monotonic()
         others = self._lockstep.others_decode
-        step = self._scheduler.schedule(started, beside_output=others) if self._scheduler.has_work() else Step.empty()
+        step = self._scheduler.schedule(started, beside_output=others) if self._has_work() else Step.empty()
         # A rank without rows takes part in its peers' steps only.
         if step.chunks or self._peer_started():
             self._launch(step, started)
@@ -381,6 +401,9 @@ class Engine:
     def _begin_epoch(self, mesh: Mesh, step: int, placement: Placement) -> None:
         """Continue from the state in which the previous epoch left this rank."""
         self.mesh, self._lockstep = mesh, Lockstep(mesh)
+        if self._weights is not None:
+            (version, self._reporter.fingerprint), self._weights = self._weights, None
+            self._scheduler.renew(version)
         self._experts.adopt(placement.experts(self.rank))
         self.epoch = self._reporter.epoch = mesh.epoch
         self._reporter.num_ranks = len(mesh.members)

@@ -18,6 +18,7 @@ class Reporter:
 
     epoch, num_ranks: of the current mesh; the engine sets them.
     step: the step of the last snapshot.
+    fingerprint: of the rank with the weights in use.
     inspectors: the clients that wait for the loads of the experts.
     """
 
@@ -34,6 +35,7 @@ class Reporter:
         self.step = 0
         self.epoch = epoch
         self.num_ranks = 1
+        self.fingerprint = ""
         self.inspectors: list[bytes] = []
         self._rank = rank
         self._scheduler = scheduler
@@ -91,6 +93,8 @@ class Reporter:
             page_size=scheduler.config.page_size,
             max_model_len=scheduler.config.max_model_len,
             vocab_size=scheduler.config.vocab_size,
+            weight_version=scheduler.weight_version or "",
+            fingerprint=self.fingerprint,
             generation_tokens=stats.generation_tokens,
             prefill_tokens=stats.prefill_tokens,
             prefix_query_tokens=stats.prefix_query_tokens,

@@ -40,6 +40,8 @@ from moeyard_worker.engine.steps.sizes import (
 )
 from moeyard_worker.exchange.base import PeerRows
 from moeyard_worker.layers.routing import StepRouting
+from moeyard_worker.models.decoder import Load
+from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.scheduling.request import Request
 from moeyard_worker.scheduling.step import Step
 
@@ -106,6 +108,14 @@ class GpuRunner:
         self.eager = False
         # Graphs of the last step without drafts, in order; empty if a part of it was launched eagerly.
         self.replayed: tuple[torch.cuda.CUDAGraph, ...] = ()
+
+    def overwrite(self, spec: ModelSpec, load: Load) -> None:
+        """Load other dense weights to the addresses that captured steps read. No step may be in flight."""
+        self._runner.overwrite(spec, load)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the dense weights in memory, by names of their places."""
+        return self._runner.weights()
 
     def sizes(self) -> Iterator[StepSize]:
         """Yield the size of every step that is captured."""

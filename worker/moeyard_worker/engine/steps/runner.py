@@ -1,7 +1,8 @@
 """Runs steps on one rank: takes a `Step` and returns the results of its sampled chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -21,6 +22,7 @@ from moeyard_worker.engine.sampling.scoring import Scores, read_scores, score, u
 from moeyard_worker.engine.steps.drafting import Speculation
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.layers.moe import Experts
+from moeyard_worker.layers.overwriting import tensors
 from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.models.decoder import Decoder, Load
 from moeyard_worker.models.mtp import Drafter
@@ -50,12 +52,22 @@ class Launched:
         return True
 
 
+class Loaded(NamedTuple):
+    """A model with its dense weights, and what makes drafts with it."""
+
+    model: Decoder
+    speculation: Speculation | None
+
+
 class Runner:
     """A model with its dense weights and state on one rank.
 
     `load` gives the dense weights; `experts` computes the rows that the exchange delivers. The runner owns both.
     `routing` receives the experts that rows choose, if requests may want them.
     """
+
+    model: Decoder
+    speculation: Speculation | None
 
     def __init__(
         self,
@@ -70,38 +82,77 @@ class Runner:
         num_state_slots: int = 0,
         routing: StepRouting | None = None,
     ) -> None:
-        self.config = config = spec.config
+        self.config = spec.config
         self.page_size = page_size = backend.page_size
         self.backend = backend
         self.dtype = dtype
         self.exchange, self.routing = exchange, routing
+        self._experts = experts
+        # The state of each layer, which outlives the weights.
+        self._state: dict[int, dict[str, torch.Tensor]] = {}
+        self._sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_state_slots}
+        self.use(self.assemble(spec, load))
 
-        def arrays(layer: int) -> dict[str, torch.Tensor]:
-            sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": num_state_slots}
-            return allocate(config.attention[layer].state(), **sizes, dtype=dtype, device=backend.device)
+    def _arrays(self, layer: int) -> dict[str, torch.Tensor]:
+        """Return the state arrays of a layer, allocated once."""
+        if layer not in self._state:
+            state, device = self.config.attention[layer].state(), self.backend.device
+            self._state[layer] = allocate(state, **self._sizes, dtype=self.dtype, device=device)
+        return self._state[layer]
 
-        with torch.inference_mode():
-            model = Decoder(
-                spec,
-                backend=backend,
-                load=load,
-                exchange=exchange,
-                experts=experts,
-                allocate=arrays,
-                routing=routing,
-            )
-            self.model = model
-            self.speculation: Speculation | None = None
-            if spec.draft is not None:
-                drafter = Drafter(spec.draft, model.more_layers[0], model=model, backend=backend, load=load)
-                self.speculation = Speculation(
-                    drafter,
-                    model=model,
-                    backend=backend,
-                    exchange=exchange,
-                    eos_token_ids=config.eos_token_ids,
-                    slots=bool(config.attention[-1].state().slots),
-                )
+    @torch.inference_mode()
+    def assemble(self, spec: ModelSpec, load: Load) -> Loaded:
+        """Load dense weights into a model over this rank's state, beside the model in use. Any thread, during steps."""
+        model = Decoder(
+            spec,
+            backend=self.backend,
+            load=load,
+            exchange=self.exchange,
+            experts=self._experts,
+            allocate=self._arrays,
+            routing=self.routing,
+        )
+        if spec.draft is None:
+            return Loaded(model, None)
+        drafter = Drafter(spec.draft, model.more_layers[0], model=model, backend=self.backend, load=load)
+        speculation = Speculation(
+            drafter,
+            model=model,
+            backend=self.backend,
+            exchange=self.exchange,
+            eos_token_ids=self.config.eos_token_ids,
+            slots=bool(self.config.attention[-1].state().slots),
+        )
+        return Loaded(model, speculation)
+
+    def use(self, loaded: Loaded) -> None:
+        """Compute with this model from the next step on. Not for captured steps, which hold the addresses of weights:
+        see `overwrite`."""
+        self.model, self.speculation = loaded.model, loaded.speculation
+
+    @torch.inference_mode()
+    def overwrite(self, spec: ModelSpec, load: Load) -> None:
+        """Load dense weights into the memory of the present ones, one layer at a time. Call it between steps.
+
+        Raises ValueError if a weight needs memory of another form than the present one.
+        """
+        with self.backend.rebuilding():
+            self.model.overwrite(spec, load)
+            if self.speculation is not None:
+                assert spec.draft is not None, "the drafts have a layer"
+                self.speculation.drafter.overwrite(spec.draft, load)
+
+    @torch.inference_mode()
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the dense weights in memory, by names of their places."""
+        states = {each.data_ptr() for arrays in self._state.values() for each in arrays.values()}
+        shared = {id(each) for each in (self.backend, self.exchange, self._experts, self.routing)}
+        drafter = None if self.speculation is None else self.speculation.drafter
+        for each, name in ((self.model, "model"), (drafter, "drafts")):
+            for place, tensor in tensors(each, name, shared):
+                if tensor.data_ptr() not in states:
+                    yield place, tensor
+                shared.add(id(tensor))
 
     @torch.inference_mode()
     def forward(self, step: Step) -> torch.Tensor:

@@ -1,0 +1,262 @@
+"""The HTTP API of trainers: pauses and updates of the weights, as in vLLM and SGLang.
+
+It is served over the control socket, and on a TCP port with keys (`--control-listen`). Paths, fields and answers are
+those of vLLM's rlhf router and of SGLang's HTTP server (2026-11), but for the transfer of weights. Here `update_info`
+names safetensors files, usually in shared memory. CUDA IPC and NCCL are not served.
+"""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from moeyard.fleet.messages import Refused
+from moeyard_router.errors import bad_request
+from moeyard_worker.config.worker_spec import ServedWeights
+
+log = logging.getLogger(__name__)
+
+Answer = tuple[int, dict[str, Any]]
+
+# Fields of SGLang's update that cannot change the result here: caches are always dropped, and graphs are kept.
+_NO_EFFECT = frozenset(("flush_cache", "torch_empty_cache", "recapture_cuda_graph", "token_step"))
+# Fields that are served with these values only.
+_ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {"load_format": (None, "auto", "safetensors"), "keep_pause": (False,), "manifest": (None,)}
+)
+_MODES = ("abort", "wait", "keep")
+# SGLang's modes of a pause. Requests that were kept are computed again if the weights change.
+_SGLANG_MODES = MappingProxyType({"abort": "abort", "retract": "keep", "in_place": "keep"})
+
+
+class BadField(ValueError):
+    """A field of a request that cannot be served. `name`: the field."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetState:
+    """The facts of a fleet that the API reports."""
+
+    weights: ServedWeights
+    paused: bool
+    size: int
+
+
+class WeightsApi:
+    """Answers requests. Any thread may call `answer`.
+
+    `command(name, say, **fields)` runs a command of the fleet to its end and returns its text, or raises Refused.
+    """
+
+    def __init__(self, command: Callable[..., str], state: Callable[[], FleetState]) -> None:
+        self._command, self._state = command, state
+        self._lock = threading.Lock()
+        self._files: list[str] | None = None  # of the update that has begun
+        self._baseline: dict[str, str] | None = None
+        self._routes: dict[tuple[str, str], Callable[[dict[str, Any], dict[str, str]], Answer]] = {
+            ("POST", "/update_weights_from_disk"): self._from_disk,
+            ("POST", "/pause_generation"): self._pause_generation,
+            ("POST", "/continue_generation"): self._continue_generation,
+            ("GET", "/get_weight_version"): self._info,
+            ("POST", "/pause"): self._pause,
+            ("POST", "/resume"): self._resume,
+            ("GET", "/is_paused"): lambda body, query: (200, {"is_paused": self._state().paused}),
+            ("POST", "/init_weight_transfer_engine"): self._init,
+            ("POST", "/start_weight_update"): self._start,
+            ("POST", "/update_weights"): self._add,
+            ("POST", "/finish_weight_update"): self._finish,
+            ("GET", "/weight_info"): self._info,
+            ("POST", "/weight_checker"): self._check,
+            ("GET", "/get_world_size"): lambda body, query: (200, {"world_size": self._state().size}),
+        }
+
+    def answer(self, method: str, target: str, data: bytes) -> Answer:
+        """Return the status and the JSON of the answer to a request."""
+        url = urlsplit(target)
+        route = self._routes.get((method, url.path))
+        if route is None:
+            status = 405 if any(path == url.path for _, path in self._routes) else 404
+            paths = ", ".join(f"{verb} {path}" for verb, path in self._routes)
+            return status, error(f"{method} {url.path}: this is the API of trainers, which has {paths}", status)
+        try:
+            body = json.loads(data) if data.strip() else {}
+        except (ValueError, RecursionError) as fault:
+            return 400, error(f"the body is not JSON: {fault}", 400)
+        if not isinstance(body, dict):
+            return 400, error("the body is not a JSON object", 400)
+        try:
+            return route(body, {name: values[-1] for name, values in parse_qs(url.query).items()})
+        except BadField as fault:
+            return 400, error(str(fault), 400, fault.name)
+        except Refused as refused:
+            # A refusal for good is the client's fault. Others may be tried again.
+            status = 400 if refused.exit_code == 2 else 409
+            return status, error(str(refused), status)
+
+    def _run(self, name: str, **fields: Any) -> str:
+        return self._command(name, lambda said: log.info("%s: %s", name, said), **fields)
+
+    # SGLang.
+
+    def _from_disk(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        try:
+            known = ("model_path", "abort_all_requests", "weight_version", "is_async", *_ONLY, *_NO_EFFECT)
+            check_names(body, known)
+            for name, values in _ONLY.items():
+                if name in body and body[name] not in values:
+                    expected = " or ".join(json.dumps(value) for value in values)
+                    raise BadField(f"{name}: {json.dumps(body[name])} is not served; expected {expected}", name)
+            path = text(body, "model_path")
+            if not path:
+                raise BadField("model_path: expected a directory with safetensors files", "model_path")
+            gentle = "keep" if flag(body, "is_async") else "wait"
+            mode = "abort" if flag(body, "abort_all_requests") else gentle
+            weights = ServedWeights(version=version_of(body), directory=str(Path(path).absolute()))
+            said = self._run("update", weights=weights, mode=mode)
+        except (BadField, Refused) as fault:
+            return 400, {"success": False, "message": str(fault), "num_paused_requests": 0}
+        return 200, {"success": True, "message": said, "num_paused_requests": 0}
+
+    def _pause_generation(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names(body, ("mode",))
+        mode = body.get("mode", "abort")
+        if mode not in _SGLANG_MODES:
+            raise BadField(f"mode: {json.dumps(mode)} is none of {', '.join(_SGLANG_MODES)}", "mode")
+        self._run("pause", mode=_SGLANG_MODES[mode])
+        return 200, {"message": "Generation paused successfully.", "status": "ok"}
+
+    def _continue_generation(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names(body, ("torch_empty_cache",))
+        self._run("resume")
+        return 200, {"message": "Generation continued successfully.", "status": "ok"}
+
+    # vLLM.
+
+    def _pause(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        try:
+            check_names(query, ("mode", "wait_for_inflight_requests", "clear_cache"))
+            mode = query.get("mode", "abort")
+            if query.get("wait_for_inflight_requests", "false").lower() in ("true", "1"):
+                mode = "wait"
+            if mode not in _MODES:
+                raise BadField(f"mode: '{mode}' is none of {', '.join(_MODES)}", "mode")
+            self._run("pause", mode=mode)
+        except (BadField, Refused) as fault:
+            return 400, {"error": str(fault)}
+        return 200, {"status": "paused"}
+
+    def _resume(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        self._run("resume")
+        return 200, {"status": "resumed"}
+
+    def _info(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        weights = self._state().weights
+        return 200, {"weight_version": weights.version, "model_path": weights.directory, "files": list(weights.files)}
+
+    def _init(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        if body.get("init_info"):
+            names = ", ".join(body["init_info"]) if isinstance(body["init_info"], dict) else "init_info"
+            raise BadField(f"{names}: weights come as safetensors files, so nothing is set up; send {{}}", "init_info")
+        return 200, {"message": "Weight transfer initialized"}
+
+    def _start(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names(body, ("is_checkpoint_format",))
+        if body.get("is_checkpoint_format", True) is not True:
+            raise BadField("is_checkpoint_format: tensors have the names of the checkpoint", "is_checkpoint_format")
+        with self._lock:
+            self._files = []
+        return 200, {"message": "Weight update started"}
+
+    def _add(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        info = body.get("update_info")
+        if not isinstance(info, dict):
+            raise BadField("Missing 'update_info' in request body", "update_info")
+        check_names(info, ("files",), "update_info.")
+        files = info.get("files")
+        if not isinstance(files, list) or not files or not all(isinstance(each, str) and each for each in files):
+            raise BadField("update_info.files: expected a list of paths of safetensors files", "update_info.files")
+        if missing := [each for each in files if not Path(each).is_file()]:
+            raise BadField(f"update_info.files: {missing[0]}: no such file", "update_info.files")
+        with self._lock:
+            if self._files is None:
+                raise BadField("no update has begun; send /start_weight_update first", "update_info")
+            self._files += [str(Path(each).absolute()) for each in files]
+        return 200, {"message": "Weights updated"}
+
+    def _finish(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names(body, ("weight_version",))
+        version = version_of(body)
+        with self._lock:
+            files, self._files = self._files, None
+        if not files:
+            raise BadField("no file was sent; send /start_weight_update and /update_weights first", "update_info")
+        self._run("update", weights=ServedWeights(version=version, files=tuple(files)), mode="keep")
+        return 200, {"message": "Weight update finished"}
+
+    def _check(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names(body, ("action",))
+        action = body.get("action")
+        if action not in ("checksum", "compare"):
+            raise BadField(f"action: {json.dumps(action)} is not served; expected checksum or compare", "action")
+        with self._lock:
+            if action == "compare" and self._baseline is None:
+                raise BadField("No checksum baseline; call action='checksum' first", "action")
+            engines: list[dict[str, str]] = json.loads(self._run("checksum"))
+            found = {name: digest for each in engines for name, digest in each.items()}
+            if action == "checksum":
+                created = self._baseline is None
+                self._baseline = self._baseline or found
+                return 200, {"checksums": found, "engines": engines, "baseline_created": created}
+            baseline, self._baseline = self._baseline or {}, None
+        names = baseline.keys() | found.keys()
+        mismatches = sorted(name for name in names if baseline.get(name) != found.get(name))
+        return 200, {"match": not mismatches, "mismatches": mismatches}
+
+
+def error(message: str, status: int, param: str | None = None) -> dict[str, Any]:
+    """Return the body of an error, in the shape of the other APIs."""
+    body = bad_request(message, param).body()
+    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
+    body["error"] |= {"code": status, "type": kinds.get(status, HTTPStatus(status).phrase.lower().replace(" ", "_"))}
+    return body
+
+
+def check_names(body: Mapping[str, Any], known: tuple[str, ...], at: str = "") -> None:
+    """Raise BadField for a field that is not known."""
+    for name in body:
+        if name not in known:
+            raise BadField(f"{at}{name}: unknown field; expected {', '.join(sorted(known))}", f"{at}{name}")
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """Return a field that is true or false (default). Raises BadField."""
+    value = body.get(name, False)
+    if not isinstance(value, bool):
+        raise BadField(f"{name}: expected true or false, got {json.dumps(value)}", name)
+    return value
+
+
+def text(body: Mapping[str, Any], name: str) -> str:
+    """Return a field that is a text, "" without one. Raises BadField."""
+    value = body.get(name)
+    if value is not None and not (isinstance(value, str) and len(value) <= 4096 and value.isprintable()):
+        raise BadField(f"{name}: expected a text, got {json.dumps(value)[:80]}", name)
+    return value or ""
+
+
+def version_of(body: Mapping[str, Any]) -> str:
+    """Return `weight_version`, "" to number the update. Raises BadField for a name that is too long."""
+    version = text(body, "weight_version")
+    if len(version) > 256:
+        raise BadField("weight_version: at most 256 characters", "weight_version")
+    return version

@@ -1,0 +1,106 @@
+"""A GPU's rank overwrites its weights where captured steps read them, and then answers as a fresh rank does.
+
+Graphs are played on a CPU (`captured_on_cpu.py`), so the addresses are compared too.
+"""
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.checkpoints import MLA, VOCAB_SIZE, add_drafts, make_checkpoint
+from tests.engine.captured_on_cpu import PLACE, gpu_steps
+from tests.engine.test_speculation_cuda import runner, same
+from tests.rank import Rank, Reply
+
+from moeyard_worker.config.worker_spec import ServedWeights
+from moeyard_worker.layers.overwriting import overwrite, tensors
+from moeyard_worker.protocol import SamplingParams
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mla": ("deepseek_v3", MLA, {}),
+    "gqa_few_slots": ("qwen3_moe", {}, {"expert_slots": 6}),
+    "hybrid_drafts": ("qwen3_5_moe_text", {}, {"speculate": "mtp", "draft_tokens": 2}),
+    "kda": ("kimi_linear", {}, {}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[Path]]:
+    family, overrides, options = CASES[request.param]
+    root = tmp_path_factory.mktemp(request.param)
+    found = [make_checkpoint(root / name, family, seed=seed, **overrides) for seed, name in enumerate("ab")]
+    if "speculate" in options:
+        for each in found:
+            add_drafts(each)
+    return options, found
+
+
+def addresses(rank: Rank) -> list[int]:
+    found = runner(rank)._runner
+    holders = (found.model, found.speculation, rank.worker.experts)
+    return [each.data_ptr() for _, each in tensors(holders, "rank")]
+
+
+def answers(rank: Rank) -> dict[str, Reply]:
+    sampling = {"max_tokens": 12, "temperature": 0.8, "ignore_eos": True, "logprobs": 2}
+    prompts = [torch.randint(VOCAB_SIZE, (20 + 30 * i,), generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    return rank.run({str(i): (ids.tolist(), SamplingParams(**sampling, seed=i)) for i, ids in enumerate(prompts)})[0]
+
+
+def load(model: Path, **options: Any) -> Rank:
+    return Rank(model, **PLACE, max_num_seqs=4, max_batch_tokens=96, max_model_len=128, **options)
+
+
+def change(rank: Rank, model: Path) -> None:
+    """Stage the weights of a checkpoint, and put them into use as an engine does between two epochs."""
+    rank.worker.stage_weights(ServedWeights(version=str(model), directory=str(model)))
+    staged = rank.worker._staged
+    assert staged is not None
+    staged.change()
+
+
+def test_captured_steps_see_the_new_weights(case: tuple[dict[str, Any], list[Path]]) -> None:
+    options, (a, b) = case
+    with gpu_steps():
+        with load(b, **options) as fresh:
+            wanted = answers(fresh)
+        with load(a, **options) as rank:
+            first, places = answers(rank), addresses(rank)
+            assert first != wanted, "both checkpoints answer alike, so this test would prove nothing"
+            for model, expected in ((b, wanted), (a, first)):
+                change(rank, model)
+                assert addresses(rank) == places, "a captured step would read the old memory"
+                same(answers(rank), expected)
+                rank.worker.experts.validate()
+            assert len(places) > 20, "the model's tensors were not found"
+
+
+def test_another_form_is_refused_before_a_copy() -> None:
+    """Two objects of one structure with one tensor of another dtype: nothing is copied."""
+    old = {"one": torch.zeros(3), "two": torch.zeros(2, 2)}
+    with pytest.raises(ValueError, match=r"dict\.two cannot be overwritten in place: torch.float32 \[2, 2\]"):
+        overwrite(old, {"one": torch.ones(3), "two": torch.ones(2, 2, dtype=torch.bfloat16)})
+    assert not old["one"].any()
+    with pytest.raises(ValueError, match="another structure"):
+        overwrite(old, {"one": torch.ones(3)})
+    overwrite(old, {"one": torch.ones(3), "two": torch.ones(2, 2)})
+    assert old["one"].all()
+    assert old["two"].all()
+
+
+def test_old_weights_are_freed_at_once(tmp_path: Path) -> None:
+    """A CPU's rank holds both weights only until the change. It must not wait for Python's garbage collector."""
+    a, b = (make_checkpoint(tmp_path / name, "qwen3_moe", seed=seed) for seed, name in enumerate("ab"))
+    gc.disable()
+    try:
+        with Rank(a) as rank:
+            old = weakref.ref(rank.worker.runner.model)  # type: ignore[union-attr]
+            slots = weakref.ref(rank.worker.experts._source)
+            rank.worker.stage_weights(ServedWeights(version="b", directory=str(b)))
+            rank.worker.use_weights(ServedWeights(version="b", directory=str(b)))
+            assert (old(), slots()) == (None, None)
+    finally:
+        gc.enable()
