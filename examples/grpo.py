@@ -11,8 +11,10 @@ The reward is the share of an answer's letters that are "e", which a few steps r
 
 import argparse
 import json
+import secrets
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -50,23 +52,29 @@ class Server(Protocol):
 
 
 class Serve:
-    """`moeyard serve` in a process of its own. It restarts for new weights."""
+    """`moeyard serve` in a process of its own. New weights replace the old ones while it runs."""
 
     def __init__(self, directory: Path, port: int) -> None:
-        self.url, self._port = f"http://127.0.0.1:{port}", port
-        self._process: subprocess.Popen[bytes] | None = None
-        self.update(directory)
-
-    def update(self, directory: Path) -> None:
-        self.stop()
-        command = [sys.executable, "-m", "moeyard", "serve", str(directory), "--port", str(self._port)]
-        command += ["--device", "cpu", "--enable-return-routed-experts", "--log-level", "warning"]
+        self.url, self._control = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}"
+        self._key, self._folder = secrets.token_hex(16), tempfile.TemporaryDirectory()
+        keys = Path(self._folder.name) / "keys"
+        keys.write_text(self._key)
+        command = [sys.executable, "-m", "moeyard", "serve", str(directory), "--port", str(port), "--device", "cpu"]
+        command += ["--enable-return-routed-experts", "--log-level", "warning"]
+        command += ["--control-listen", f"127.0.0.1:{port + 1}", "--control-key-file", str(keys)]
         self._process = subprocess.Popen(command)
         begun = time.monotonic()
         while not self._ready():
             if self._process.poll() is not None or time.monotonic() - begun > START_SECONDS:
                 raise SystemExit(f"the server did not start: {' '.join(command)}")
             time.sleep(0.2)
+
+    def update(self, directory: Path) -> None:
+        body = json.dumps({"model_path": str(directory.resolve()), "weight_version": directory.name}).encode()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self._key}"}
+        request = urllib.request.Request(f"{self._control}/update_weights_from_disk", body, headers)
+        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as answer:
+            answer.read()
 
     def _ready(self) -> bool:
         try:
@@ -76,10 +84,10 @@ class Serve:
             return False
 
     def stop(self) -> None:
-        """End the server, if it runs."""
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait()
+        """End the server."""
+        self._process.terminate()
+        self._process.wait()
+        self._folder.cleanup()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
