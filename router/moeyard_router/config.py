@@ -179,6 +179,7 @@ class RouterConfig:
     routing: the form of routed experts, if the workers keep them.
     unknown_fields: "reject" answers unknown fields with 400; otherwise they are dropped and named in a header.
     metric_aliases: further sets of metric names; "vllm" is the only one.
+    control: the launcher's control socket, if trainers may use this port, and the file of their keys.
     held: whether it starts no requests at first, because an operator has paused the server.
     restarted: whether this router replaces one that served these workers. Then requests wait until all workers are
         connected. A first router answers 503.
@@ -268,6 +269,7 @@ class RouterConfig:
     prefix_caching: bool = True
     routing: RoutedShape | None = None
     access: AccessConfig = AccessConfig()
+    control: tuple[Path, Path] | None = None
     held: bool = False
     restarted: bool = False
     keys: RouterKeys | None = None

@@ -177,6 +177,8 @@ def test_versions() -> None:
     assert asked == "2: other weights have the weight_version '2'; choose another name"
     asked = world.finish(update(world, ServedWeights(version="default", directory="/models/c")))
     assert asked == "2: other weights have the weight_version 'default'; choose another name"
+    assert world.finish(update(world, ServedWeights(version="4", directory="/models/c"))).startswith("all ranks")
+    assert "version 5 " in world.finish(update(world, ServedWeights(version="", directory="/models/b")))
 
 
 def test_checksums_of_all_ranks() -> None:

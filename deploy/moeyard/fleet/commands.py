@@ -334,7 +334,10 @@ class Commands:
         weights, mode, held = task.command.weights, task.command.mode, False
         assert weights is not None, "an update names its weights"
         if not weights.version:
-            weights = replace(weights, version=str(self._num_updates + 1))
+            number = self._num_updates + 1
+            # An operator may have used this number as a name.
+            number += self._ranks.weights.version == str(number)
+            weights = replace(weights, version=str(number))
         try:
             yield None
             yield from self._settle(task, 0)

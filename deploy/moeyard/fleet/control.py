@@ -50,6 +50,11 @@ def directory() -> Path:
     return Path(tempfile.gettempdir()) / f"moeyard-control-{os.getuid()}"
 
 
+def socket_path(port: int) -> Path:
+    """Return the path of the control socket of the server at `port`, which this process is."""
+    return directory() / f"{port}-{os.getpid()}.sock"
+
+
 def is_ours(folder: Path) -> bool:
     """Return whether only this user can access a directory. Otherwise the socket in it may be another user's."""
     with contextlib.suppress(OSError):  # boundary: it is not there
@@ -221,7 +226,7 @@ class ControlSocket:
         folder.mkdir(mode=0o700, exist_ok=True)
         if not is_ours(folder):
             raise ValueError(f"{folder} is not this user's alone")
-        self._path = folder / f"{port}-{os.getpid()}.sock"
+        self._path = socket_path(port)
         self._path.unlink(missing_ok=True)
         self._server = _ControlServer(self._path, commands, api)
         self._thread = threading.Thread(target=self._server.serve_forever, name="control", daemon=True)

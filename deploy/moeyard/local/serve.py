@@ -15,7 +15,7 @@ from pathlib import Path
 
 from moeyard import __version__, logs
 from moeyard.entry import load
-from moeyard.fleet.control import ControlPort, ControlSocket, commands, open_control
+from moeyard.fleet.control import ControlPort, ControlSocket, commands, open_control, socket_path
 from moeyard.fleet.messages import Rank
 from moeyard.fleet.placing import placement_of
 from moeyard.fleet.ray import config as ray_config
@@ -25,7 +25,7 @@ from moeyard.listen import bind, most_connections, outside_url, raise_file_limit
 from moeyard.local.before_start import check_before_start, fetch_missing
 from moeyard.local.device_choice import check_device, device_reason
 from moeyard.local.model_source import hub_id
-from moeyard.local.serve_config import ServeConfig
+from moeyard.local.serve_config import API, ServeConfig
 from moeyard.local.settings import (
     ApiSettings,
     access_config,
@@ -146,6 +146,7 @@ def serve(
                 access=access,
                 keys=keys.of_router(),
                 max_connections=connections,
+                control=trainers_here(options, sock.getsockname()[1]),
             )
             was_ready = False
 
@@ -195,14 +196,21 @@ def check_control(options: ServeConfig) -> None:
     if options.control_key_file is None:
         raise ValueError("--control-listen needs --control-key-file FILE: whoever updates weights decides all answers")
     host, _, number = options.control_listen.rpartition(":")
-    if not host or not number.isdecimal() or int(number) > 65535:
-        raise ValueError(f"--control-listen {options.control_listen}: expected HOST:PORT")
+    if options.control_listen != API and not (host and number.isdecimal() and int(number) <= 65535):
+        raise ValueError(f"--control-listen {options.control_listen}: expected HOST:PORT, or {API} for the API's port")
     KeyRing(AccessConfig(api_key_file=Path(options.control_key_file)))
+
+
+def trainers_here(options: ServeConfig, port: int) -> tuple[Path, Path] | None:
+    """Return the control socket and the file of keys, if routers serve the API of trainers on the API's `port`."""
+    if options.control_listen != API or options.control_key_file is None:
+        return None
+    return socket_path(port), Path(options.control_key_file)
 
 
 def listen_for_trainers(options: ServeConfig, api: WeightsApi) -> ControlPort | None:
     """Open the control port, if there is to be one. Raises ValueError."""
-    if options.control_listen is None or options.control_key_file is None:
+    if options.control_listen in (None, API) or options.control_key_file is None:
         return None
     host, _, number = options.control_listen.rpartition(":")
     found = ControlPort(host.strip("[]"), int(number), Path(options.control_key_file), api)

@@ -7,6 +7,8 @@ from moeyard.fleet.decisions import TAKEOVERS
 from moeyard_router.config import KEY_VARIABLE
 from moeyard_worker.options import option
 
+# The value of --control-listen that means the API's own port.
+API = "api"
 GENERATION_CONFIG = "generation_config.json"
 
 
@@ -41,7 +43,8 @@ class ServeConfig:
     )
     control_listen: str | None = option(
         None,
-        "also serve the API of trainers (pauses, updates of the weights) on this address, to clients with a key",
+        "also serve the API of trainers (pauses, updates of the weights) on this address, or with the word api on the "
+        "API's port, to clients with a key",
         metavar="HOST:PORT",
     )
     control_key_file: str | None = option(

@@ -21,6 +21,7 @@ from moeyard_router.http.gate import MODELS, RequestGate
 from moeyard_router.http.live import LiveView, page_routes
 from moeyard_router.http.openapi import Documents
 from moeyard_router.http.siblings import Siblings, summed
+from moeyard_router.http.trainers import trainer_routes
 from moeyard_router.metrics import METRICS_CONTENT_TYPE
 
 _METRICS_PAGE = "metrics"  # its name among sibling routers
@@ -54,6 +55,7 @@ def create_app(services: Services, *, health: Health, keys: KeyRing, siblings: S
         Route("/v1/fleet/experts", page(live.experts)),
         Route("/v1/fleet/incidents", page(live.incidents)),
         *page_routes(),
+        *trainer_routes(None if services.config.control is None else services.config.control[0]),
         Route("/livez", pages.livez),
         Route("/readyz", pages.readyz),
         Route("/health", pages.readyz),  # vLLM's name

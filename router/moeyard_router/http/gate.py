@@ -13,11 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeyard_router.api.endpoints import send_error
 from moeyard_router.api.request_scope import SCOPE_KEY, RequestRecord, current_request
-from moeyard_router.config import RouterConfig
+from moeyard_router.config import AccessConfig, RouterConfig
 from moeyard_router.errors import ApiError
 from moeyard_router.http.credentials import KeyRing
 from moeyard_router.http.live import STATIC
 from moeyard_router.http.origins import Headers, Origins, preflight_headers
+from moeyard_router.http.trainers import PATHS as TRAINERS
 from moeyard_router.metrics import RouterMetrics
 
 access_log = logging.getLogger("moeyard.access")
@@ -54,6 +55,9 @@ class RequestGate:
         self._paths = paths
         self._keyless = PROBES | PAGES | (frozenset() if config.access.protect_metrics else METRICS)
         self._log = config.access.access_log
+        # Keys of clients do not open the API of trainers.
+        file = None if config.control is None else config.control[1]
+        self._trainers = None if file is None else KeyRing(AccessConfig(api_key_file=file))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -122,14 +126,18 @@ class RequestGate:
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> str | None:
         """Return the name of the bearer or `x-api-key` key, None if no key is needed. Raises `ApiError` 401."""
-        if not self._keys.needs_key or path in self._keyless or path.startswith(_STATIC_FILES):
+        known = self._keys
+        if self._trainers is not None and path in TRAINERS:
+            known = self._trainers
+            known.refresh()
+        if not known.needs_key or path in self._keyless or path.startswith(_STATIC_FILES):
             return None
         scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
         keys = [bearer.strip()] if scheme.lower() == b"bearer" else []
         if b"x-api-key" in headers:
             keys.append(headers[b"x-api-key"])
         for key in keys:
-            name = self._keys.name_of(key)
+            name = known.name_of(key)
             if name is not None:
                 return name
         if keys:
