@@ -41,7 +41,7 @@ from moeyard_worker.protocol import (
     Tokens,
 )
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 # UTF-8 bytes of a request's name; a router's are "chatcmpl-", 32 digits and the number of the choice.
 MAX_NAME_BYTES = 256
 # The most entries of a request's `logit_bias` and `stop_token_ids` together (a router takes 1024 of each).
@@ -238,6 +238,10 @@ _RULES: MappingProxyType[Any, _Rule] = MappingProxyType(
         str | None: (lambda v: v is None or isinstance(v, str), None),
         float | None: (lambda v: v is None or _is_number(v), lambda v, _: v if v is None else float(v)),
         tuple[int, ...]: (lambda v: isinstance(v, list) and all(map(_is_int, v)), lambda v, _: tuple(v)),
+        tuple[float, ...]: (
+            lambda v: isinstance(v, list) and all(map(_is_number, v)),
+            lambda v, _: tuple(map(float, v)),
+        ),
         dict[int, float]: (
             lambda v: isinstance(v, dict) and all(_is_int(k) and _is_number(x) for k, x in v.items()),
             lambda v, _: {k: float(x) for k, x in v.items()},

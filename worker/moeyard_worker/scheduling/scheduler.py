@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from moeyard_worker.config.engine_config import SchedulerConfig
-from moeyard_worker.protocol import Done, Rejected, Submit, TokenLogprob
+from moeyard_worker.protocol import MAX_PREEMPTIONS, Done, Rejected, Submit, TokenLogprob
 from moeyard_worker.scheduling.admission import duplicate, queue_full, refusal
 from moeyard_worker.scheduling.completion import (
     done,
@@ -149,7 +149,7 @@ class Scheduler:
         for request in list(self._roster.running):
             chunks, request.in_flight = request.in_flight, []
             if chunks and request.state_slot >= 0:
-                self._preempt(request)
+                self._preempt(request, now)
 
     def schedule(self, now: float, *, beside_output: bool = False) -> Step:
         """Plan the next step. Steps with chunks must be completed by `complete`, in order of planning.
@@ -160,7 +160,7 @@ class Scheduler:
         if self._roster.held is not None:
             self._roster.resume(now)
         depths = (0, 0) if self._drafting is None else (self._drafting.wish(self.num_running), self._drafting.least)
-        builder = StepBuilder(self.config.max_batch_tokens, *depths)
+        builder = StepBuilder(now, self.config.max_batch_tokens, *depths)
         outputs, prompts = by_urgency(self._roster.running, self._flights[-1].step.num_drafts if self._flights else 0)
         num_preemptions = self.stats.num_preemptions
         for request, place in outputs:
@@ -231,7 +231,7 @@ class Scheduler:
             if victim is None:
                 # The request waits for one step. Later requests cannot overtake it, because no page is free.
                 return False
-            self._preempt(victim)
+            self._preempt(victim, builder.now)
             if victim is request:
                 return False
         self._holdings.grow(request, missing)
@@ -253,7 +253,9 @@ class Scheduler:
             victim = request
         return victim
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, now: float) -> None:
+        if len(request.preempted) < MAX_PREEMPTIONS:
+            request.preempted.append(now)
         self._roster.stand_back(request)
         self._holdings.release(request)
         request.drafts = ()
