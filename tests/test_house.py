@@ -103,6 +103,7 @@ KERNEL_ORDER = (
 IMPORT_LATE = {
     "moeyard.entry": "a command pays for Ray, torch and transformers only if it uses them",
     "moeyard_kernels.ops.op": "Triton is loaded where there is a GPU to run it",
+    "moeyard_router.api.tracing": "OpenTelemetry is an extra, and loading it takes time and memory",
 }
 # Modules that run text as code, and which text.
 MAY_COMPILE = {"moeyard_kernels.ops.op": "the checks of ops, written in their declarations"}

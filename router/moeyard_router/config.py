@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from moeyard_worker.keys import RouterKeys
 from moeyard_worker.options import option
@@ -15,6 +16,7 @@ METRIC_ALIASES = ("vllm",)
 UNKNOWN_FIELDS = ("reject", "ignore")
 # Not OPENAI_API_KEY, so that a key for api.openai.com never reaches another server.
 KEY_VARIABLE = "MOEYARD_API_KEY"
+OTLP_PROTOCOLS = ("grpc", "http/protobuf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,31 @@ _DURATIONS = (
 )
 
 
+def otlp_target(endpoint: str, protocol: str | None) -> tuple[str, str]:
+    """Return the protocol and the URL of a collector. Raises `ValueError` for an endpoint without a host.
+
+    Without a `protocol`, an endpoint with a path, or with OTLP's port for HTTP (4318), gets HTTP; others get gRPC. HTTP
+    without a path gets the path of OTLP. `grpc://` is http://, as is an endpoint without a scheme.
+    """
+    what = f"otlp_traces_endpoint: '{endpoint}'"
+    try:
+        url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+        host, port, path = url.hostname, url.port, url.path.rstrip("/")
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error
+    if not host or url.scheme not in ("http", "https", "grpc"):
+        raise ValueError(f"{what} is no URL of a collector, such as http://localhost:4317")
+    if protocol is None:
+        over_http = url.scheme != "grpc" and (path or port == 4318)
+        protocol = "http/protobuf" if over_http else "grpc"
+    if protocol not in OTLP_PROTOCOLS:
+        raise ValueError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: '{protocol}' is none of {', '.join(OTLP_PROTOCOLS)}")
+    scheme = "https" if url.scheme == "https" else "http"
+    if protocol == "grpc":
+        return protocol, f"{scheme}://{url.netloc}"
+    return protocol, url._replace(scheme=scheme, path=path or "/v1/traces").geturl()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessConfig:
     """Access to the API: keys, TLS, allowed origins and the access log (docs/security.md).
@@ -72,6 +99,7 @@ class AccessConfig:
         is required.
     access_log: whether to log requests on the logger `moeyard.access`.
     log_requests, log_prompts: see api/request_log.py.
+    otlp_traces_endpoint: see api/spans.py. `otlp_traces_protocol`: one of OTLP_PROTOCOLS. None: by the endpoint's form.
     """
 
     api_key_file: Path | None = option(
@@ -95,11 +123,17 @@ class AccessConfig:
         None, "append a line of JSON for each request, for `moeyard replay`", metavar="FILE"
     )
     log_prompts: bool = option(False, "with --log-requests: also prompts, answers and log-probabilities")
+    otlp_traces_endpoint: str | None = option(
+        None, "OpenTelemetry collector that gets a trace of each request, e.g. http://localhost:4317", metavar="URL"
+    )
+    otlp_traces_protocol: str | None = None
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for settings that contradict each other."""
         if self.log_prompts and self.log_requests is None:
             raise ValueError("--log-prompts says what --log-requests FILE writes; give both")
+        if self.otlp_traces_endpoint is not None:
+            otlp_target(self.otlp_traces_endpoint, self.otlp_traces_protocol)
 
     @property
     def asks_for_key(self) -> bool:

@@ -41,6 +41,7 @@ VALUES = {
     str | None: st.none() | st.text(),
     float | None: st.none() | floats,
     tuple[int, ...]: st.lists(ints, max_size=5).map(tuple),
+    tuple[float, ...]: st.lists(floats, max_size=5).map(tuple),
     dict[int, float]: st.dictionaries(ints, floats, max_size=3),
 }
 CHOICES = {

@@ -24,6 +24,9 @@ MAX_PROMPT_EXPERTS = 1 << 18
 # The version of the weights that a fleet starts with, as in SGLang.
 FIRST_VERSION = "default"
 
+# The most preemptions that one `Done` lists.
+MAX_PREEMPTIONS = 16
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 RejectReason = Literal[
     "queue_full", "queue_timeout", "prompt_too_long", "never_fits", "bad_request", "duplicate", "fleet_failed"
@@ -284,6 +287,7 @@ class Done:
     cached_tokens: prompt tokens that were in the prefix cache when the request first started.
     stop_token_id: the last output token if `finish_reason` is "stop".
     error: the failure if `finish_reason` is "error". `retryable`: whether another try may help.
+    preempted_seconds: from its start to each of its first MAX_PREEMPTIONS preemptions.
     """
 
     type: ClassVar[str] = "done"
@@ -297,6 +301,7 @@ class Done:
     retryable: bool = True
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    preempted_seconds: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

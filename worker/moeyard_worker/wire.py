@@ -241,6 +241,10 @@ _RULES: MappingProxyType[Any, _Rule] = MappingProxyType(
         str | None: (lambda v: v is None or isinstance(v, str), None),
         float | None: (lambda v: v is None or _is_number(v), lambda v, _: v if v is None else float(v)),
         tuple[int, ...]: (lambda v: isinstance(v, list) and all(map(_is_int, v)), lambda v, _: tuple(v)),
+        tuple[float, ...]: (
+            lambda v: isinstance(v, list) and all(map(_is_number, v)),
+            lambda v, _: tuple(map(float, v)),
+        ),
         dict[int, float]: (
             lambda v: isinstance(v, dict) and all(_is_int(k) and _is_number(x) for k, x in v.items()),
             lambda v, _: {k: float(x) for k, x in v.items()},

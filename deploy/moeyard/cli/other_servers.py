@@ -43,6 +43,10 @@ _ADVICE = (
         "--access-log or --no-access-log",
         "disable-log-requests enable-log-requests disable-uvicorn-access-log max-log-len",
     ),
+    (
+        "--otlp-traces-endpoint URL, which shows phases of requests, not of steps",
+        "collect-detailed-traces enable-trace",
+    ),
     ("--log-level LEVEL", "uvicorn-log-level log-level-http verbose"),
     ("--exchange HOW", "moe-a2a-backend all2all-backend moe-runner-backend"),
     (

@@ -42,6 +42,7 @@ from moeyard.options import values
 from moeyard.signals import noted
 from moeyard_router.api.request_log import check_log
 from moeyard_router.api.request_scope import log_context
+from moeyard_router.api.tracing import check_traces
 from moeyard_router.config import AccessConfig, RouterConfig, system_fingerprint
 from moeyard_router.http.credentials import KeyRing, open_certificate
 from moeyard_router.http.origins import is_loopback
@@ -93,6 +94,7 @@ def serve(
     open_certificate(access)
     check_log(access)
     check_control(options)
+    check_traces(access)
     model = served_model(config)
     api = api_settings(args, config)
     placement = placement_of(options.expert_placement, model, config.num_workers)

@@ -101,6 +101,11 @@ class ServeConfig:
     )
 
 
+def traces_protocol() -> str | None:
+    """The environment's protocol of traces, which OpenTelemetry and vLLM read too."""
+    return os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or None
+
+
 def take_keys() -> tuple[str, ...]:
     """The API key of the environment, if any. It is taken out, so that no child process inherits it."""
     key = os.environ.pop(KEY_VARIABLE, "").strip()

@@ -8,7 +8,7 @@ from typing import Any
 
 from moeyard.local.device_choice import choose_device
 from moeyard.local.model_source import described, gguf_source, hub_id, local_directory
-from moeyard.local.serve_config import GENERATION_CONFIG, take_keys
+from moeyard.local.serve_config import GENERATION_CONFIG, take_keys, traces_protocol
 from moeyard.logs import LogConfig
 from moeyard.options import DEFAULTS, declared, values, with_flags
 from moeyard_router.config import AccessConfig, RoutedShape, RouterConfig, SamplingDefaults
@@ -68,7 +68,7 @@ def access_config(args: argparse.Namespace) -> AccessConfig:
     """Return keys and certificates of the flags and the environment. Raises ValueError for an invalid origin."""
     given = values(AccessConfig, args)
     given["allowed_origins"] = tuple(parse_origins(given["allowed_origins"]))
-    return AccessConfig(**given, api_keys=take_keys())
+    return AccessConfig(**given, api_keys=take_keys(), otlp_traces_protocol=traces_protocol())
 
 
 def log_config(args: argparse.Namespace) -> LogConfig:

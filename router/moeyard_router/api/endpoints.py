@@ -9,7 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.types import Receive, Scope, Send
@@ -29,6 +29,9 @@ from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.bounded import Elsewhere
 from moeyard_router.text.chat import Codec
 from moeyard_router.text.detokenizer import TokenBytes
+
+if TYPE_CHECKING:
+    from moeyard_router.api.spans import Traces
 
 _JSON = (b"content-type", b"application/json")
 _MAX_CLIENT_NAME = 256  # characters; a longer name is replaced by its digest
@@ -51,6 +54,7 @@ class Services:
     metrics: RouterMetrics
     bodies: Bodies
     log: RequestLog | None
+    traces: "Traces | None" = None
 
 
 class _Endpoint(ABC):
@@ -111,6 +115,8 @@ class GenerateEndpoint(_Endpoint):
         # Only stop strings need text that the answer does not have.
         tokens = services.codec.token_bytes if surface.has_text or job.stops else self._no_text
         await services.fleet.read(prompt.token_ids for prompt in job.prompts[1:])
+        if record.trace is not None:
+            record.trace.accepted(job, reply_id)
         generation = Generation(
             job,
             reply_id=reply_id,
@@ -121,6 +127,7 @@ class GenerateEndpoint(_Endpoint):
             client=_client_name(job.client if session is None else session.decode("latin-1")),
             key=record.key_name,
             log=services.log,
+            trace=record.trace,
         )
         writer = surface.writer(
             job,

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from moeyard_router.api.choice import ABORTED, Choice, Delta
 from moeyard_router.api.intake import Job
@@ -16,6 +17,9 @@ from moeyard_router.fleet.ticket import Ticket
 from moeyard_router.metrics import RouterMetrics, Timing
 from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_worker.protocol import Done, PromptExperts, PromptLogprobs, Rejected, Tokens
+
+if TYPE_CHECKING:
+    from moeyard_router.api.spans import RequestTrace
 
 _REJECT_STATUS = MappingProxyType(
     {
@@ -36,7 +40,7 @@ class ClientGone(Exception):
 class Generation:
     """Run a job. It ends with all choices finished, with an `ApiError`, or with `ClientGone`. Always `close` it.
 
-    `log` gets every choice at its end.
+    `log` and `trace` get every choice at its end.
 
     Raises `ApiError` 429 or 503 at once if the fleet refuses the job.
     """
@@ -53,7 +57,9 @@ class Generation:
         client: str | None = None,
         key: str | None = None,
         log: RequestLog | None = None,
+        trace: "RequestTrace | None" = None,
     ) -> None:
+        self._trace = trace
         self._log = log
         # The output of each choice, for the log.
         self._outputs: list[list[Tokens]] = [[] for _ in job.continuations]
@@ -70,7 +76,11 @@ class Generation:
         self._error: ApiError | None = None
         self._gone = False
         self.ticket: Ticket = fleet.submit(
-            reply_id, [(job.submitted(c), c.sampling) for c in job.continuations], client=client, key=key
+            reply_id,
+            [(job.submitted(c), c.sampling) for c in job.continuations],
+            client=client,
+            key=key,
+            on_move=None if trace is None else trace.moved,
         )
         metrics.params_n.observe(len(job.continuations) // len(job.prompts))
 
@@ -247,6 +257,9 @@ class Generation:
                 served={**served, **choice.versions},
             )
         timing.finished(now, reason, prompt_tokens=num_prompt, max_tokens=sampling.max_tokens - forced)
+        if self._trace is not None:
+            cached = self.choices[index].cached_tokens
+            self._trace.ended(now, index, reason, timing=timing, done=done, cached_tokens=cached)
         queue = None if done is None else done.queue_seconds
         prefill = None if done is None else done.prefill_seconds
         decode = None if timing.first is None else timing.last - timing.first

@@ -2,7 +2,10 @@
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from moeyard_router.api.spans import RequestTrace
 
 SCOPE_KEY = "moeyard.record"  # its value is a `RequestRecord`
 EXTENSION = "moeyard.direct"  # its value is a `Direct`
@@ -15,7 +18,7 @@ class RequestRecord:
     """One request's fields of the access log. Times are monotonic seconds. None means not known yet.
 
     `reply_id` is the answer's id, `failure` the status of an error after the answer began, `cut` the reason why the
-    server closed the connection.
+    server closed the connection. `trace` is there with --otlp-traces-endpoint.
     """
 
     request_id: str
@@ -28,6 +31,7 @@ class RequestRecord:
     failure: int | None = None
     client_left: bool = False
     cut: str | None = None
+    trace: "RequestTrace | None" = None
 
 
 class Direct(Protocol):

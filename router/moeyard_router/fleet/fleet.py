@@ -136,9 +136,13 @@ class Fleet:
         client: str | None = None,
         key: str | None = None,
         rank: int | None = None,
+        on_move: Callable[[float, int, int | None], None] | None = None,
     ) -> Ticket:
-        """Accept sequences of (prompt ids, sampling), as `Admission.submit`. Raises `ApiError` 503 and 429."""
-        ticket = Ticket(self.abandon, self._announced.append)
+        """Accept sequences of (prompt ids, sampling), as `Admission.submit`. Raises `ApiError` 503 and 429.
+
+        `on_move` is called with monotonic seconds, index and rank whenever a sequence is sent to a rank.
+        """
+        ticket = Ticket(self.abandon, self._announced.append, on_move)
         try:
             flights = self.admission.submit(
                 time.monotonic(), request_id, sequences, listener=ticket, client=client, key=key, rank=rank

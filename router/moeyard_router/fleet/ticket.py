@@ -1,6 +1,7 @@
 """The mailbox between the fleet and one HTTP request."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ class Ticket:
 
     _abandon: Callable[[str], None]
     _announce: "Callable[[Ticket], None]"  # asks the fleet to call `read` after its other deliveries
+    _on_move: Callable[[float, int, int | None], None] | None = None
     routes: list[Route] = field(default_factory=list)  # of every sequence, by index
     _open: dict[int, str] = field(default_factory=dict)  # index -> request id at the worker
     _events: list[tuple[float, int, Event]] = field(default_factory=list)
@@ -82,6 +84,8 @@ class Ticket:
     def moved(self, index: int, route: Route) -> None:
         """Change the route of sequence `index`."""
         self.routes[index] = route
+        if self._on_move is not None:
+            self._on_move(time.monotonic(), index, route.rank)
 
     def runs(self, index: int, request_id: str) -> bool:
         """Return whether sequence `index` runs under this request id."""

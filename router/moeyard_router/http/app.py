@@ -69,7 +69,9 @@ def create_app(services: Services, *, health: Health, keys: KeyRing, siblings: S
     handlers: Any = {HTTPException: _http_error, Exception: _crash}
     app = Starlette(routes=routes, exception_handlers=handlers)
     paths = frozenset(route.path for route in routes)
-    return RequestGate(app, config=services.config, keys=keys, metrics=services.metrics, paths=paths)
+    return RequestGate(
+        app, config=services.config, keys=keys, metrics=services.metrics, paths=paths, traces=services.traces
+    )
 
 
 class _Pages:

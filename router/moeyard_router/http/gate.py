@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,6 +21,9 @@ from moeyard_router.http.live import STATIC
 from moeyard_router.http.origins import Headers, Origins, preflight_headers
 from moeyard_router.http.trainers import PATHS as TRAINERS
 from moeyard_router.metrics import RouterMetrics
+
+if TYPE_CHECKING:
+    from moeyard_router.api.spans import Traces
 
 access_log = logging.getLogger("moeyard.access")
 
@@ -46,9 +50,17 @@ class RequestGate:
     """
 
     def __init__(
-        self, app: ASGIApp, *, config: RouterConfig, keys: KeyRing, metrics: RouterMetrics, paths: frozenset[str]
+        self,
+        app: ASGIApp,
+        *,
+        config: RouterConfig,
+        keys: KeyRing,
+        metrics: RouterMetrics,
+        paths: frozenset[str],
+        traces: "Traces | None" = None,
     ) -> None:
         self._app = app
+        self._traces = traces
         self._keys = keys
         self._origins = Origins(config.access.allowed_origins, host=config.host, needs_key=keys.needs_key)
         self._metrics = metrics
@@ -66,6 +78,10 @@ class RequestGate:
         record = scope[SCOPE_KEY] = RequestRecord(request_id=request_id, key_name=None, began=time.monotonic())
         current_request.set(request_id)
         added: Headers = [(b"x-request-id", request_id.encode())]
+        if self._traces is not None and scope["method"] == "POST":
+            record.trace = self._traces.begin(scope["path"], headers, record)
+            if record.trace is not None:
+                added.append((b"traceparent", record.trace.traceparent.encode()))
         status, route = _CLIENT_LEFT, self._route(scope["path"])
 
         def sending(message: Message) -> Awaitable[None]:  # not a coroutine, because it runs once per streamed token
@@ -93,6 +109,8 @@ class RequestGate:
             await send_error(sending, error, scope["path"])
         finally:
             self._metrics.http_took(route, time.monotonic() - record.began)
+            if record.trace is not None:
+                record.trace.end(status, record)
             if self._log:
                 self._write(scope, record, status)
 
@@ -170,6 +188,7 @@ class RequestGate:
             "request_id": record.request_id,
             "reply_id": record.reply_id,
             "key": record.key_name,
+            "trace_id": None if record.trace is None else record.trace.trace_id,
         }
         fields |= {name: value for name, value in known.items() if value is not None}
         access_log.log(level, "%s", " ".join(f"{k}={v}" for k, v in fields.items()), extra={"fields": fields})

@@ -20,6 +20,7 @@ from moeyard_router.api.endpoints import Services
 from moeyard_router.api.intake import formats_of
 from moeyard_router.api.large import Bodies
 from moeyard_router.api.request_log import open_log
+from moeyard_router.api.tracing import open_traces
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.collector import FleetCollector, VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.fleet import Fleet
@@ -96,6 +97,7 @@ class RouterServer:
             self._metrics.aliases.register(VllmAliases(self._metrics))
             self._metrics.fleet.register(VllmFleetAliases(fleet))
         bodies, request_log = Bodies(self._config, self._formats), open_log(self._config)
+        traces = open_traces(self._config)
         services = Services(
             config=self._config,
             fleet=fleet,
@@ -103,6 +105,7 @@ class RouterServer:
             metrics=self._metrics,
             bodies=bodies,
             log=request_log,
+            traces=traces,
         )
         app = create_app(services, health=health, keys=self._keys, siblings=self._siblings)
         self._server = _UvicornServer(
@@ -130,6 +133,8 @@ class RouterServer:
             fleet.close()
             if request_log is not None:
                 request_log.close()
+            if traces is not None:
+                traces.close()
             self._sock.close()
             if self._siblings is not None:
                 self._siblings.close()

@@ -112,6 +112,7 @@ def done(request: Request, reason: str, error: str | None = None, *, retryable: 
         retryable=retryable,
         queue_seconds=0.0 if started is None else started - request.arrived,
         prefill_seconds=0.0 if started is None or first is None else first - started,
+        preempted_seconds=() if started is None else tuple(at - started for at in request.preempted),
     )
 
 

@@ -22,12 +22,14 @@ class Place(NamedTuple):
 class StepBuilder:
     """A step that is being planned.
 
+    now: the time of planning.
     budget: number of rows left.
     num_drafts, least_drafts: drafts per sampled token, and the least number of them in a step with prompt rows.
     closed: whether no further request is admitted.
     held: a request that is left out of this step.
     """
 
+    now: float
     budget: int
     num_drafts: int = 0
     least_drafts: int = 0

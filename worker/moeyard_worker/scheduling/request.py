@@ -93,6 +93,7 @@ class Request:
     excused: seconds of waiting in which no steps ran.
     in_flight: its chunks in planned steps that are not completed, oldest first.
     sample_index: index of the newest of them among the sampled chunks of its step.
+    preempted: times of its first preemptions, as `Done` has them.
     """
 
     client: bytes
@@ -127,6 +128,7 @@ class Request:
     sample_index: int = 0
     started: float | None = None
     first_token: float | None = None
+    preempted: list[float] = field(default_factory=list)
 
     @classmethod
     def of(

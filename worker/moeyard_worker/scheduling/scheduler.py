@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from moeyard_worker.config.engine_config import SchedulerConfig
-from moeyard_worker.protocol import Done, Rejected, Submit, TokenLogprob
+from moeyard_worker.protocol import MAX_PREEMPTIONS, Done, Rejected, Submit, TokenLogprob
 from moeyard_worker.scheduling.admission import duplicate, queue_full, refusal
 from moeyard_worker.scheduling.completion import (
     done,
@@ -151,7 +151,7 @@ class Scheduler:
         for request in list(self._roster.running):
             chunks, request.in_flight = request.in_flight, []
             if chunks and request.state_slot >= 0:
-                self._preempt(request)
+                self._preempt(request, now)
 
     def hold(self, now: float) -> None:
         """Note that no step is planned until the next `schedule`. This time does not count as waiting."""
@@ -165,7 +165,7 @@ class Scheduler:
         """
         assert not self._flights, "a step in flight uses the old weights"
         for request in list(self._roster.running):
-            self._preempt(request)
+            self._preempt(request, None)
         self._holdings.pool.forget()
         self.weight_version = weight_version
         for request in self._roster.waiting:
@@ -185,7 +185,7 @@ class Scheduler:
         if self._roster.held is not None:
             self._roster.resume(now)
         depths = (0, 0) if self._drafting is None else (self._drafting.wish(self.num_running), self._drafting.least)
-        builder = StepBuilder(self.config.max_batch_tokens, *depths)
+        builder = StepBuilder(now, self.config.max_batch_tokens, *depths)
         outputs, prompts = by_urgency(self._roster.running, self._flights[-1].step.num_drafts if self._flights else 0)
         num_preemptions = self.stats.num_preemptions
         for request, place in outputs:
@@ -256,7 +256,7 @@ class Scheduler:
             if victim is None:
                 # The request waits for one step. Later requests cannot overtake it, because no page is free.
                 return False
-            self._preempt(victim)
+            self._preempt(victim, builder.now)
             if victim is request:
                 return False
         self._holdings.grow(request, missing)
@@ -278,7 +278,10 @@ class Scheduler:
             victim = request
         return victim
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, now: float | None) -> None:
+        """Take pages and slot from a request. `now`: the time if pages ran out, as its client hears of it."""
+        if now is not None and len(request.preempted) < MAX_PREEMPTIONS:
+            request.preempted.append(now)
         self._roster.stand_back(request)
         self._holdings.release(request)
         request.drafts = ()
