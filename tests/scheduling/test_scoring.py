@@ -76,7 +76,7 @@ def test_reuse_skips_only_reported_scores() -> None:
     harness.finish_oldest()
     (request,) = harness.scheduler._roster.running
     assert request.num_scored == 40
-    harness.scheduler._preempt(request)
+    harness.scheduler._preempt(request, None)
     live = harness.live[b"a", "scored"]
     live.computed, live.pages = None, ()
     step = harness.plan()
