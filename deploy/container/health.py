@@ -1,6 +1,7 @@
 """Health check of a container's role: exit code 0, or 1 with a line on the problem.
 
     python health.py ray-head HOST:PORT           the control service of Ray answers
+    python health.py node                         the Ray node of this container runs
     python health.py worker ADDRESS ROUTER_URL    this node is there, and so is every rank that belongs here
     python health.py router URL                   a request that is sent now would be answered
 
@@ -24,7 +25,12 @@ DEAD = frozenset((psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD, psutil.STATUS_STOPPE
 
 
 def main(arguments: Sequence[str]) -> int:
-    checks: dict[str, Callable[..., str | None]] = {"ray-head": ray_head, "worker": worker, "router": router}
+    checks: dict[str, Callable[..., str | None]] = {
+        "ray-head": ray_head,
+        "node": node,
+        "worker": worker,
+        "router": router,
+    }
     wrong = checks[arguments[0]](*arguments[1:])
     if wrong is not None:
         print(wrong)
@@ -43,15 +49,20 @@ def ray_head(address: str) -> str | None:
     return None if answer[3:4] == bytes((SETTINGS,)) else f"what answers at {address} is not Ray"
 
 
+def node() -> str | None:
+    """Return a line if this container's Ray node does not run, or None."""
+    names = [p.info["name"] for p in psutil.process_iter(["name", "status"]) if p.info["status"] not in DEAD]
+    return None if "raylet" in names else "Ray's node is not running"
+
+
 def worker(address: str, router_url: str) -> str | None:
     """Return a line on the problem of a worker's node or its ranks, or None.
 
     The router knows which ranks are here. A node without any is well: it waits, and the router waits for it to be well.
     Where the router cannot be asked, the ranks that run here are all that is known.
     """
-    names = [p.info["name"] for p in psutil.process_iter(["name", "status"]) if p.info["status"] not in DEAD]
-    if "raylet" not in names:
-        return "Ray's node is not running"
+    if (problem := node()) is not None:
+        return problem
     expected = {url for url in rank_pages(router_url) if url.split("://")[1].rpartition(":")[0] == address}
     silent = sorted(url for url in expected if not answers(url))
     if silent:

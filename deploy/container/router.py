@@ -1,6 +1,8 @@
 """Run a Ray node and `moeyard serve` in the router's container. When one ends, the other ends, too.
 
-    python router.py ray start --block ... -- moeyard serve ...
+    python router.py SECONDS ray start --block ... -- moeyard serve ...
+
+SECONDS is the time that each may take to stop. It must exceed --shutdown-timeout of `moeyard serve`.
 
 A Ray driver does not notice that its own node is gone, so this program watches both. Then the container ends, and its
 restart policy starts it again. One end is final: exit code 2 of `moeyard serve` says that these flags or this
@@ -17,20 +19,18 @@ from collections.abc import Sequence
 
 JOINED = "Ray runtime started"
 POLL_SECONDS = 0.2
-# `moeyard serve` gives open answers 3 s by default and then leaves the cluster.
-STOP_SECONDS = 30.0
 BAD_CONFIGURATION = 2
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the node and the server. Returns the container's exit code."""
-    split = list(arguments).index("--")
+    seconds, split = float(arguments[0]), list(arguments).index("--")
     # Only noted: an exception from a handler may leave the lock of a Popen locked, and the wait for it never ends.
     noted: list[int] = []
     for number in SIGNALS:
         signal.signal(number, lambda number, _frame: noted.append(number))
-    node = subprocess.Popen(arguments[:split], stdout=subprocess.PIPE, text=True)
+    node = subprocess.Popen(arguments[1:split], stdout=subprocess.PIPE, text=True)
     serve: subprocess.Popen[bytes] | None = None
     joined: list[str] = []
     reader = threading.Thread(target=pass_on, args=(node, joined), daemon=True)
@@ -43,11 +43,11 @@ def main(arguments: Sequence[str]) -> int:
         if not joined:
             return say(f"the Ray node ended with code {node.returncode} before it joined the cluster", 1)
         serve = subprocess.Popen(arguments[split + 1 :])
-        return watch(node, serve, noted)
+        return watch(node, serve, noted, seconds)
     finally:
         for process in (serve, node):
             if process is not None:
-                end(process)
+                end(process, seconds)
 
 
 def pass_on(node: "subprocess.Popen[str]", joined: list[str]) -> None:
@@ -59,7 +59,7 @@ def pass_on(node: "subprocess.Popen[str]", joined: list[str]) -> None:
             joined.append(line)
 
 
-def watch(node: "subprocess.Popen[str]", serve: "subprocess.Popen[bytes]", noted: Sequence[int]) -> int:
+def watch(node: "subprocess.Popen[str]", serve: "subprocess.Popen[bytes]", noted: Sequence[int], seconds: float) -> int:
     """Wait until one of them ends or a signal is noted; return the container's exit code."""
     wait_for_end(noted, node, serve)
     if not noted and serve.returncode == BAD_CONFIGURATION:
@@ -70,7 +70,7 @@ def watch(node: "subprocess.Popen[str]", serve: "subprocess.Popen[bytes]", noted
         )
         wait_for_end(noted, node)
     if noted:
-        return end(serve)
+        return end(serve, seconds)
     if node.returncode is not None:
         return say(f"the Ray node ended with code {node.returncode}", 1)
     # 128 + the signal's number, as a shell has it.
@@ -84,12 +84,12 @@ def wait_for_end(noted: Sequence[int], *processes: "subprocess.Popen[str] | subp
         time.sleep(POLL_SECONDS)
 
 
-def end(process: "subprocess.Popen[str] | subprocess.Popen[bytes]") -> int:
-    """Send SIGTERM, and SIGKILL after STOP_SECONDS; return the exit code."""
+def end(process: "subprocess.Popen[str] | subprocess.Popen[bytes]", seconds: float) -> int:
+    """Send SIGTERM, and SIGKILL after `seconds`; return the exit code."""
     if process.poll() is None:
         process.terminate()
         try:
-            return process.wait(STOP_SECONDS)
+            return process.wait(seconds)
         except subprocess.TimeoutExpired:
             process.kill()
     return process.wait()

@@ -138,9 +138,9 @@ def test_head_must_answer(health: ModuleType, stopped: str) -> None:
     assert health.ray_head(address) is not None
 
 
-def router_container(node: str, serve: str) -> "subprocess.Popen[str]":
+def router_container(node: str, serve: str, *, seconds: float = 30.0) -> "subprocess.Popen[str]":
     python = sys.executable
-    command = [python, str(CONTAINER / "router.py"), python, "-c", node, "--", python, "-c", serve]
+    command = [python, str(CONTAINER / "router.py"), str(seconds), python, "-c", node, "--", python, "-c", serve]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -195,3 +195,22 @@ def test_router_container_stops_cleanly() -> None:
     out, _ = process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0
     assert "ended" in out, "the process must be stopped, not killed"
+
+
+def test_router_container_kills_after_its_time() -> None:
+    """A server that needs longer than SECONDS is killed; the test above shows one that stops in time."""
+    serve = (
+        "import signal, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "print('begun', flush=True)\n"
+        "end = time.monotonic() + 60\n"
+        "while time.monotonic() < end: time.sleep(1)\n"
+        "print('ended', flush=True)"
+    )
+    process = router_container(NODE, serve, seconds=0.2)
+    assert process.stdout is not None
+    assert "begun\n" in iter(process.stdout.readline, "")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode != 0
+    assert "ended" not in out
