@@ -153,7 +153,8 @@ def _products(model: ModelConfig) -> Iterator[Product]:
             elif part == "kv_b":
                 yield Product(dim=weight.shape[2], num_out=weight.shape[0] * weight.shape[1], of="prompts")
     if spec.draft is not None:
-        yield Product(dim=spec.draft.join.shape[1], num_out=spec.draft.join.shape[0])
+        for join in spec.draft.joins.values():
+            yield Product(dim=join.shape[1], num_out=join.shape[0])
     head = spec.lm_head or spec.embed
     yield Product(dim=head.shape[1], num_out=head.shape[0], of="decode")
 
