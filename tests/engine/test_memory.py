@@ -667,13 +667,8 @@ def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str)
         },
         "deepseek_v4": {
             **{"hidden_size": 512, "moe_intermediate_size": 256, "head_dim": 128, "num_key_value_heads": 1},
-            **{
-                "o_lora_rank": 128,
-                "q_lora_rank": 128,
-                "index_head_dim": 64,
-                "mlp_layer_types": None,
-                "index_n_heads": 16,
-            },
+            **{"o_lora_rank": 128, "q_lora_rank": 128, "num_attention_heads": 32, "index_n_heads": 16},
+            **{"index_head_dim": 64, "mlp_layer_types": None},
             "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
             "rope_scaling": None,
         },
