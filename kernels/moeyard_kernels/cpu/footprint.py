@@ -68,14 +68,14 @@ def compressed(
 ) -> Footprint:
     """The weight of a norm without weights is a row of ones.
 
-    Rows: the product, its normalised heads, the rotated query, the output and its rotation; the indexer's queries; the
+    Rows: the product, its normalised heads, the rotated query and the output; the indexer's queries; the
     groups' projections. Positions: entries gathered from pages, in fp32 and as served, and scores of a tile.
     """
     entries = -(-head_dim // ratio) if ratio else 0
     index = -(-index_dim // ratio) if ratio else 0
     return Footprint(
         extra=head_dim,
-        per_row=6 * num_heads * head_dim + 3 * index_heads * index_dim + 2 * groups_width,
+        per_row=4 * num_heads * head_dim + 3 * index_heads * index_dim + 2 * groups_width,
         per_position=entries + index,
         copied_per_position=entries + index,
         fp32_per_position=-(-_SCORE_ROWS * max(num_heads, index_heads) // ratio) if ratio else 0,
