@@ -204,8 +204,9 @@ def test_batch_with_a_wrong_shape():
     body = msgpack.unpackb(encode(TokenBatch(rows=rows)))
     assert decode(msgpack.packb(body)).rows == rows
     assert body["rows"]["cached_tokens"] == []
-    first = (dataclasses.replace(rows[0], cached_tokens=0), rows[1])
-    assert decode(encode(TokenBatch(rows=first))).rows == first
+    for fields_of_first in ({"cached_tokens": 0}, {"cached_tokens": 0, "weight_version": "v1"}):
+        first = (dataclasses.replace(rows[0], **fields_of_first), rows[1])
+        assert decode(encode(TokenBatch(rows=first))).rows == first
     damages = [
         {"request_ids": ["a"]},
         {"starts": [0, 1.0]},
@@ -220,6 +221,8 @@ def test_batch_with_a_wrong_shape():
         {"cached_tokens": [1]},
         {"cached_tokens": [None, 1.5]},
         {"cached_tokens": [True, 1]},
+        {"weight_versions": ["v1"]},
+        {"weight_versions": [None, 3]},
         {"logprobs": [[], [{"logprob": -1.0, "rank": 1}] * 2]},
         {"request_ids": [], "starts": [], "token_ids": []},
     ]

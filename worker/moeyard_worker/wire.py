@@ -177,18 +177,20 @@ def _rows(columns: dict[Any, Any], where: str) -> tuple[Tokens, ...]:
     for name, column in zip(names[3:], (logprobs, cached, experts, versions), strict=True):
         if len(column) not in (0, len(request_ids)):
             raise ProtocolError(f"{where}: {name} of {len(column)} rows for {len(request_ids)}")
-    if not set(map(type, cached)) <= {int, type(None)}:
-        raise ProtocolError(f"{where}: cached_tokens of a wrong type")
+    for name, column, kind in (("cached_tokens", cached, int), ("weight_versions", versions, str)):
+        if not set(map(type, column)) <= {kind, type(None)}:
+            raise ProtocolError(f"{where}: {name} of a wrong type")
     absent = [None] * len(request_ids)
-    counts = cached or absent
-    if not logprobs and not experts and not versions:
-        rows = zip(request_ids, starts, map(tuple, token_ids), counts, strict=True)
+    counts, versions = cached or absent, versions or absent
+    if not logprobs and not experts:
+        rows = zip(request_ids, starts, map(tuple, token_ids), counts, versions, strict=True)
         return tuple(
-            Tokens(request_id=name, start=start, token_ids=ids, cached_tokens=count) for name, start, ids, count in rows
+            Tokens(request_id=name, start=start, token_ids=ids, cached_tokens=count, weight_version=version)
+            for name, start, ids, count, version in rows
         )
     names = ("request_id", "start", "token_ids", "logprobs", "cached_tokens", "routed_experts", "weight_version")
     none: list[Any] = [[]] * len(request_ids)
-    optional = (logprobs or none, counts, experts or [b""] * len(none), versions or absent)
+    optional = (logprobs or none, counts, experts or [b""] * len(none), versions)
     scored = zip(request_ids, starts, token_ids, *optional, strict=True)
     return tuple(_build(Tokens, dict(zip(names, row, strict=True)), where) for row in scored)
 
