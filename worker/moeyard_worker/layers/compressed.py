@@ -8,14 +8,14 @@ transformers does.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from moeyard_kernels.backend import Backend, CompressedAttend, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_kernels.types.layers import GRANULE, CompressedLayer, Indexer, Pooling
 from moeyard_worker.config.rope_config import RopeConfig
-from moeyard_worker.layers.weights import Loaded, Part, Weight, matrix, stacked, weight
+from moeyard_worker.layers.weights import Loaded, Weight, matrix, stacked, weight
 from moeyard_worker.state.layout import LayerState, PagedArray, SlotArray
 
 if TYPE_CHECKING:
@@ -94,13 +94,7 @@ class Compressed:
             columns.append((f"{at}indexer.weights_proj.weight", self.indexer.num_heads))
         found["q_b"] = stacked(*queries, width=rank)
         if columns:
-            total = sum(count for _, count in columns)
-            parts, row = list[Part](), 0
-            for key, count in columns:
-                assert key is not None, "all parts are stored"
-                parts.append(Part(key, (count, hidden), row))
-                row += count
-            found["compress"] = Weight((total, hidden), tuple(parts), fp32=True, matrix=True)
+            found["compress"] = replace(stacked(*columns, width=hidden), fp32=True)
         return found
 
     def state(self) -> LayerState:
