@@ -303,40 +303,36 @@ class FleetMachine:
 
         Raises RanksLost with the reason if the fleet continues with its old size.
         """
-        incident = FleetIncident(began=self.ranks.now, purpose="the number of workers was changed")
-        self.ranks.forming = True
-        try:
-            recovered = yield from self.ranks.resize()
-        except RanksLost as error:
-            incident.purpose, incident.lost = str(error), dict.fromkeys(error.ranks, str(error))
-            if (yield from self._recover(incident)):
-                raise
+        lost = yield from self._change(self.ranks.resize(), "the number of workers was changed")
+        if self.failure is not None:
             return False
-        except FleetError as error:
-            self._give_up(str(error))
-            return False
-        finally:
-            self.ranks.forming = False
-        self._hand_over(recovered, incident, planned=True)
+        if lost is not None:
+            raise lost
         self.ranks.end_resize()
         return True
 
     def _update(self) -> Script[bool]:
         """Change to the weights that all ranks have read. Return whether the fleet continues, always with these."""
-        incident = FleetIncident(began=self.ranks.now, purpose="the weights were updated")
+        yield from self._change(self.ranks.update(), "the weights were updated")
+        return self.failure is None
+
+    def _change(self, change: Script[Recovered], purpose: str) -> Script[RanksLost | None]:
+        """Begin an epoch by `change`, or replace the ranks that are lost meanwhile. Return that loss, if any."""
+        incident = FleetIncident(began=self.ranks.now, purpose=purpose)
         self.ranks.forming = True
         try:
-            recovered = yield from self.ranks.update()
+            recovered = yield from change
         except RanksLost as error:
             incident.purpose, incident.lost = str(error), dict.fromkeys(error.ranks, str(error))
-            return (yield from self._recover(incident))
+            yield from self._recover(incident)
+            return error
         except FleetError as error:
             self._give_up(str(error))
-            return False
+            return None
         finally:
             self.ranks.forming = False
         self._hand_over(recovered, incident, planned=True)
-        return True
+        return None
 
     def _hand_over(self, recovered: Recovered, incident: FleetIncident, *, planned: bool = False) -> None:
         """Give routers the ranks of the new epoch, and log the outcome."""
