@@ -17,11 +17,9 @@ from moeyard_kernels.backend import Backend, ExpertGate, StepPlan
 from moeyard_kernels.types.gate import Chosen
 from moeyard_kernels.types.layers import GateLayer
 from moeyard_worker.checkpoint.loading import CheckpointWeights
+from moeyard_worker.engine.assembly.local import runner_of
 from moeyard_worker.engine.sampling.scoring import score
-from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.base import PeerRows
-from moeyard_worker.exchange.transports.local import LocalExchange
-from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.scheduling.step import Chunk, Scoring, Step
@@ -92,16 +90,6 @@ class _Run:
         self._page_size, self._has_slots = backend.page_size, config.has_slots
         self._replay = _ReplayingBackend(backend)
         backend = cast(Backend, self._replay)
-        source = weights(backend)
-        experts = ExpertCache(
-            backend=backend,
-            source=source,
-            layers=config.moe_layers,
-            experts=range(config.num_experts),
-            form=config.expert_form(str(dtype).removeprefix("torch.")),
-            num_slots=config.num_experts * len(config.moe_layers),
-        )
-        experts.preload()
         self._routing = StepRouting(
             config.routed_layers,
             max_rows=max(sum(sample.num_rows for sample in group) for group in groups),
@@ -109,12 +97,10 @@ class _Run:
             id_bytes=config.expert_id_bytes,
             device=backend.device,
         )
-        self._runner = Runner(
+        self._runner = runner_of(
+            weights(backend),
             spec,
-            load=source.load,
             backend=backend,
-            exchange=LocalExchange(),
-            experts=experts,
             dtype=dtype,
             num_pages=max(sum(self._num_pages(sample) for sample in group) for group in groups),
             num_state_slots=max(map(len, groups)) if self._has_slots else 0,

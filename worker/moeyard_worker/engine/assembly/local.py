@@ -11,7 +11,9 @@ from moeyard_worker.engine.assembly.device import cpu_backend
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.transports.local import LocalExchange
 from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.models.families import load_model_config
+from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.scheduling.step import Chunk, Step
 
 PAGE_SIZE = 16
@@ -42,7 +44,33 @@ def local_runner(
     config = config.with_drafts() if drafts else config
     checkpoint = open_checkpoint(directory, config, gguf)
     backend = cpu_backend(page_size) if backend is None else backend
-    weights = CheckpointWeights(checkpoint, backend=backend, dtype=dtype)
+    return runner_of(
+        CheckpointWeights(checkpoint, backend=backend, dtype=dtype),
+        checkpoint.spec,
+        backend=backend,
+        dtype=dtype,
+        num_pages=num_pages,
+        num_slots=num_slots,
+        policy=policy,
+        num_state_slots=num_state_slots if config.has_slots else 0,
+    )
+
+
+def runner_of(
+    weights: CheckpointWeights,
+    spec: ModelSpec,
+    *,
+    backend: Backend,
+    dtype: torch.dtype,
+    num_pages: int,
+    num_state_slots: int,
+    num_slots: int | None = None,
+    policy: str = "slru",
+    routing: StepRouting | None = None,
+) -> Runner:
+    """Return the runner of a rank without peers that computes with `weights`. Arguments are those of `local_runner` and
+    `Runner`."""
+    config = spec.config
     experts = ExpertCache(
         backend=backend,
         source=weights,
@@ -54,14 +82,15 @@ def local_runner(
     )
     experts.preload()
     return Runner(
-        checkpoint.spec,
+        spec,
         load=weights.load,
         backend=backend,
         exchange=LocalExchange(),
         experts=experts,
         dtype=dtype,
         num_pages=num_pages,
-        num_state_slots=num_state_slots if config.has_slots else 0,
+        num_state_slots=num_state_slots,
+        routing=routing,
     )
 
 
