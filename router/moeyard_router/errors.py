@@ -14,6 +14,7 @@ _TYPES = MappingProxyType(
         404: "not_found_error",
         405: "method_not_allowed_error",
         408: "request_timeout_error",
+        409: "conflict_error",
         413: "request_too_large_error",
         415: "unsupported_media_type_error",
         429: "rate_limit_error",

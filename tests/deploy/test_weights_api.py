@@ -117,6 +117,7 @@ def test_pauses(api: WeightsApi, fleet: Fleet) -> None:
     fleet.refuses = Refused("busy: the server pauses, for 3 s; wait for its end")
     status, found = post(api, "/resume")
     assert (status, found["error"]["message"]) == (409, "busy: the server pauses, for 3 s; wait for its end")
+    assert found["error"]["type"] == "conflict_error"
 
 
 def test_update_from_memory(api: WeightsApi, fleet: Fleet, tmp_path: Path) -> None:
@@ -147,7 +148,8 @@ def test_facts(api: WeightsApi) -> None:
     assert api.answer("GET", "/weight_info", b"") == (200, expected)
     assert api.answer("GET", "/get_weight_version", b"")[1]["weight_version"] == "step-3"
     assert api.answer("GET", "/get_world_size", b"") == (200, {"world_size": 2})
-    assert api.answer("GET", "/pause", b"")[0] == 405
+    status, found = api.answer("GET", "/pause", b"")
+    assert (status, found["error"]["type"]) == (405, "method_not_allowed_error")
     status, found = api.answer("GET", "/v1/models", b"")
     assert status == 404
     assert "POST /update_weights_from_disk" in found["error"]["message"]

@@ -29,6 +29,7 @@ from moeyard.fleet.weights_api import Answer, WeightsApi, error
 from moeyard.options import CHANGEABLE, with_flags
 from moeyard_router.config import AccessConfig
 from moeyard_router.http.credentials import KeyRing
+from moeyard_router.http.trainers import MAX_BODY
 from moeyard_worker.config.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,6 @@ Say = Callable[[str], None]
 Handler = Callable[[Mapping[str, Any], Say], str]
 
 MAX_LINE = 64 * 1024
-MAX_BODY = 1024 * 1024
 _IDLE_SECONDS = 60.0  # an HTTP connection without a request is closed after this time
 _READ_SECONDS = 5.0
 _MOST = 16  # connections at once
@@ -167,11 +167,11 @@ class HttpHandler(BaseHTTPRequestHandler):
             if keys.name_of(key.encode("latin-1")) is None:
                 if length.isdecimal() and int(length) <= MAX_LINE:
                     self.rfile.read(int(length))  # a reset would overtake the answer
-                return 401, error("a key of --control-key-file is needed: 'Authorization: Bearer KEY'", 401)
+                return error(401, "a key of --control-key-file is needed: 'Authorization: Bearer KEY'")
         if api is None:
-            return 404, error("this server has no API of trainers", 404)
+            return error(404, "this server has no API of trainers")
         if not length.isdecimal() or int(length) > MAX_BODY or self.headers.get("Transfer-Encoding"):
-            return 413, error(f"a body has a Content-Length of at most {MAX_BODY}", 413)
+            return error(413, f"a body has a Content-Length of at most {MAX_BODY}")
         data = self.rfile.read(int(length))
         self.close_connection = self.headers.get("Connection", "").lower() == "close"
         log.info("control: %s %s %s", self.command, self.path[:200], data[:200].decode("utf-8", "replace"))

@@ -10,14 +10,13 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http import HTTPStatus
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from moeyard.fleet.messages import Refused
-from moeyard_router.errors import bad_request
+from moeyard_router.errors import ApiError
 from moeyard_worker.config.worker_spec import ServedWeights
 
 log = logging.getLogger(__name__)
@@ -87,21 +86,20 @@ class WeightsApi:
         if route is None:
             status = 405 if any(path == url.path for _, path in self._routes) else 404
             paths = ", ".join(f"{verb} {path}" for verb, path in self._routes)
-            return status, error(f"{method} {url.path}: this is the API of trainers, which has {paths}", status)
+            return error(status, f"{method} {url.path}: this is the API of trainers, which has {paths}")
         try:
             body = json.loads(data) if data.strip() else {}
         except (ValueError, RecursionError) as fault:
-            return 400, error(f"the body is not JSON: {fault}", 400)
+            return error(400, f"the body is not JSON: {fault}")
         if not isinstance(body, dict):
-            return 400, error("the body is not a JSON object", 400)
+            return error(400, "the body is not a JSON object")
         try:
             return route(body, {name: values[-1] for name, values in parse_qs(url.query).items()})
         except BadField as fault:
-            return 400, error(str(fault), 400, fault.name)
+            return error(400, str(fault), fault.name)
         except Refused as refused:
             # A refusal for good is the client's fault. Others may be tried again.
-            status = 400 if refused.exit_code == 2 else 409
-            return status, error(str(refused), status)
+            return error(400 if refused.exit_code == 2 else 409, str(refused))
 
     def _run(self, name: str, **fields: Any) -> str:
         return self._command(name, lambda said: log.info("%s: %s", name, said), **fields)
@@ -223,12 +221,9 @@ class WeightsApi:
         return 200, {"match": not mismatches, "mismatches": mismatches}
 
 
-def error(message: str, status: int, param: str | None = None) -> dict[str, Any]:
-    """Return the body of an error, in the shape of the other APIs."""
-    body = bad_request(message, param).body()
-    kinds = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
-    body["error"] |= {"code": status, "type": kinds.get(status, HTTPStatus(status).phrase.lower().replace(" ", "_"))}
-    return body
+def error(status: int, message: str, param: str | None = None) -> Answer:
+    """Return the answer for an error, as the other APIs have it."""
+    return status, ApiError(status, message, param=param).body()
 
 
 def check_names(body: Mapping[str, Any], known: tuple[str, ...], at: str = "") -> None:

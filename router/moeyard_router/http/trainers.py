@@ -23,7 +23,8 @@ PATHS = MappingProxyType(
         **dict.fromkeys(("/is_paused", "/weight_info", "/get_weight_version", "/get_world_size"), "GET"),
     }
 )
-_MAX_BODY = 1024 * 1024
+# The most bytes of a request's body, here and at the control socket.
+MAX_BODY = 1024 * 1024
 
 
 def trainer_routes(control: Path | None) -> list[Route]:
@@ -36,8 +37,8 @@ def trainer_routes(control: Path | None) -> list[Route]:
         body = b""
         async for part in request.stream():
             body += part
-            if len(body) > _MAX_BODY:
-                return _failed(413, f"the request body is larger than {_MAX_BODY} bytes")
+            if len(body) > MAX_BODY:
+                return _failed(413, f"the request body is larger than {MAX_BODY} bytes")
         return await _passed(control, f"{request.method} {request.url.path}{query}", body)
 
     return [Route(path, endpoint, methods=[method]) for path, method in PATHS.items()]
