@@ -4,6 +4,7 @@ Without a GPU the same steps run over the kernels' references in fp32 (captured_
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ import pytest
 from tests.checkpoints import DEMO
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
 from tests.fleet import Client
+from tests.rank import Rank
 
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.experts.offline.trace import read_trace
 
@@ -29,25 +29,15 @@ def _device() -> Iterator[None]:
 
 def recorded(path: Path, **options: Any) -> tuple[list[Any], int]:
     """Run requests one after the other. Return what each layer of each step needed, and the number of replays."""
-    config = EngineConfig(model_path=str(DEMO), record_routing=str(path), **PLACE, **LIMITS, **options)
-    worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
-    client = None
-    try:
-        endpoints = worker.endpoints()
-        worker.connect([endpoints["mesh"]])
-        worker.load(1)
-        worker.start()
-        client = Client([endpoints["frontend"]])
-        for size in (1, 40, 100):
-            prompt = [7 * i % 250 for i in range(3, 3 + size)]
-            client.submit(0, str(size), prompt, max_tokens=6, temperature=0.0, ignore_eos=True)
-            client.wait()
-        assert isinstance(worker.runner, GpuRunner)
-        replayed = worker.runner.num_replayed
-    finally:
-        if client is not None:
-            client.close()
-        worker.stop()
+    with Rank(DEMO, record_routing=str(path), **PLACE, **LIMITS, **options) as rank:
+        rank.worker.start()
+        with closing(Client([rank.worker.endpoints()["frontend"]])) as client:
+            for size in (1, 40, 100):
+                prompt = [7 * i % 250 for i in range(3, 3 + size)]
+                client.submit(0, str(size), prompt, max_tokens=6, temperature=0.0, ignore_eos=True)
+                client.wait()
+        assert isinstance(rank.worker.runner, GpuRunner)
+        replayed = rank.worker.runner.num_replayed
     [trace] = read_trace(path)
     return [(access.layer, access.decode, access.prefill) for access in trace], replayed
 

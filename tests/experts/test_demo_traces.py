@@ -11,16 +11,16 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from tests.fleet import Client
+from tests.rank import Rank
 from tests.scripts import loaded
 
-from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.config.worker_spec import WorkerSpec
-from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.experts.offline.sim import belady, simulate
 from moeyard_worker.experts.offline.trace import RankTrace, read_trace
 from moeyard_worker.experts.policies import POLICIES
@@ -169,31 +169,17 @@ def test_live_engine_counts_equal_those_of_the_simulator(
     bench: ModuleType, model: ModelConfig, tmp_path: Path, policy: str
 ) -> None:
     slots = round(0.1 * len(model.moe_layers) * model.num_experts)
-    config = EngineConfig(
-        model_path=str(DEMO),
-        expert_slots=slots,
-        expert_policy=policy,
-        record_routing=str(tmp_path / "trace"),
-        max_model_len=160,
-        max_num_seqs=4,
-    )
-    worker = Worker(WorkerSpec(config=config, rank=0, epoch=1, host="127.0.0.1", version="test"))
-    client = None
-    try:
-        endpoints = worker.endpoints()
-        worker.connect([endpoints["mesh"]])
-        worker.load(1)
-        worker.start()
-        client = Client([endpoints["frontend"]])
-        for i, request in enumerate(bench.load_requests(DEMO, DEMO / "heldout.jsonl", 3)):
-            client.submit(0, str(i), request.prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
-        answers = client.wait()
-    finally:
-        if client is not None:
-            client.close()
-        worker.stop()
+    trace = tmp_path / "trace"
+    options: dict[str, Any] = {"expert_slots": slots, "expert_policy": policy, "record_routing": str(trace)}
+    with Rank(DEMO, max_model_len=160, max_num_seqs=4, **options) as rank:
+        rank.worker.start()
+        with closing(Client([rank.worker.endpoints()["frontend"]])) as client:
+            for i, request in enumerate(bench.load_requests(DEMO, DEMO / "heldout.jsonl", 3)):
+                client.submit(0, str(i), request.prompt, max_tokens=12, temperature=0.0, ignore_eos=True)
+            answers = client.wait()
+    experts = rank.worker.experts
     assert [len(answer.token_ids) for answer in answers] == [12] * 3
-    worker.experts.validate()
-    [rank] = simulate(tmp_path / "trace").ranks
-    assert (rank.counters, rank.num_slots) == (worker.experts.stats.counters, slots)
-    assert rank.counters.num_evictions > 0
+    experts.validate()
+    [simulated] = simulate(trace).ranks
+    assert (simulated.counters, simulated.num_slots) == (experts.stats.counters, slots)
+    assert simulated.counters.num_evictions > 0

@@ -1,9 +1,11 @@
-"""DeepSeek-V4: against transformers at every border of a block, and one answer for every cut and neighbour."""
+"""DeepSeek-V4 against transformers at every border of a block; its settings, drafts and codes.
+
+test_linear_attention.py tests that it has one answer for every cut and neighbour.
+"""
 
 import copy
 import shutil
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,115 +22,24 @@ from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.assembly.local import greedy_tokens, local_runner, prompt_logits
 from moeyard_worker.engine.assembly.verify import reference_model
-from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.layers import compressed
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import KvCompression, Rejected, SamplingParams, Submit
 from moeyard_worker.scheduling.step import Chunk, Step
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Past the border of a block of 128, just before one, and within the first block of 4.
-LENGTHS = (300, 126, 2)
-NUM_TOKENS = 12
-PAGES = 20  # of 16 positions
 
-
-@pytest.fixture(params=DTYPES, scope="module")
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    dtype = DTYPES[request.param]
-    directory = make_checkpoint(tmp_path_factory.mktemp("v4"), "deepseek_v4", dtype=dtype)
-    return local_runner(directory, dtype=dtype, num_pages=4 * PAGES)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def alone(runner: Runner, prompts: list[list[int]]) -> list[tuple[list[int], torch.Tensor]]:
-    """Run every prompt alone, in one chunk."""
-    return [greedy_tokens(runner, prompt, NUM_TOKENS) for prompt in prompts]
-
-
-def chunk(ids: list[int], start: int, size: int, *, which: int, prompt: bool) -> Chunk:
-    """Return rows of sequence `which`, which has its own pages and slot."""
-    pages = tuple(range(which * PAGES, (which + 1) * PAGES))
-    rows = tuple(ids[start : start + size])
-    slot = 2 * which + 1
-    return Chunk(key=(b"", ""), start=start, token_ids=rows, pages=pages, state_slot=slot, prompt=prompt, num_sampled=1)
-
-
-@pytest.mark.parametrize("chunk_size", [128, 256])
-def test_prompt_chunks(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
-    """The slot holds the state of an earlier sequence, which must not show."""
-    tokens, logits = greedy_tokens(runner, prompts[0], NUM_TOKENS, first_page=PAGES, chunk_size=chunk_size, slot=3)
-    assert tokens == alone[0][0]
-    assert torch.equal(logits, alone[0][1])
-
-
-def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: list) -> None:
-    """Each prompt begins some steps after the one before, so its chunks run with decode rows of the others."""
-    known = [list(prompt) for prompt in prompts]
-    done, begins = [0] * len(prompts), (3, 0, 1)
-    for turn in range(NUM_TOKENS + 6):
-        prefill, decode = [], []
-        for which, ids in enumerate(known):
-            left = len(prompts[which]) - done[which]
-            if turn < begins[which] or len(ids) == len(prompts[which]) + NUM_TOKENS:
-                continue
-            if left > 0:
-                prefill.append((which, chunk(ids, done[which], min(128, left), which=which, prompt=True)))
-            else:
-                decode.append((which, chunk(ids, done[which], 1, which=which, prompt=False)))
-        if turn % 2:
-            decode.reverse()
-        logits = runner.forward(Step(prefill=tuple(c for _, c in prefill), decode=tuple(c for _, c in decode)))
-        for row, (which, each) in enumerate(prefill + decode):
-            done[which] += each.num_tokens
-            if done[which] == len(known[which]):
-                number = len(known[which]) - len(prompts[which])
-                assert torch.equal(logits[row], alone[which][1][number]), (which, number)
-                known[which].append(int(logits[row].argmax()))
-    assert [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)] == [tokens for tokens, _ in alone]
-
-
-@pytest.mark.parametrize("at", [128, 256])
-def test_continuation_from_a_snapshot(runner: Runner, prompts: list[list[int]], alone: list, at: int) -> None:
-    """One sequence leaves a snapshot within or at the end of a chunk, and another continues from it."""
-    ids, other = prompts[0], chunk(prompts[1], 0, LENGTHS[1], which=2, prompt=True)
-    left = replace(chunk(ids, 0, 256, which=0, prompt=True), snapshots=((at, 6), (256, 7)) if at < 256 else ((256, 6),))
-    runner.forward(Step(prefill=(other, left)))
-    # Both sequences share pages, but not state: the first one has moved on.
-    runner.forward(Step(prefill=(chunk(ids, 256, 8, which=0, prompt=True),)))
-    begun = replace(chunk(ids, at, LENGTHS[0] - at, which=0, prompt=True), state_slot=3, restored=6, snapshots=())
-    logits = runner.forward(Step(prefill=(begun, other)))
-    assert torch.equal(logits[0], alone[0][1][0])
-    assert torch.equal(logits[1], alone[1][1][0])
-    first = replace(chunk([*ids, alone[0][0][0]], LENGTHS[0], 1, which=0, prompt=False), state_slot=3)
-    assert torch.equal(runner.forward(Step(decode=(first,)))[0], alone[0][1][1])
-
-
-@pytest.mark.parametrize("chunk_size", [2, 5, NUM_TOKENS - 1])
-def test_recomputed_outputs(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
-    """As after a preemption, a step has several rows of each of two sequences beside another prompt."""
-    ids = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, alone, strict=True)]
-    runner.forward(Step(prefill=tuple(chunk(ids[i], 0, LENGTHS[i], which=i, prompt=True) for i in (0, 1))))
-    for start in range(0, NUM_TOKENS - 1, chunk_size):
-        size = min(chunk_size, NUM_TOKENS - 1 - start)
-        # The second sequence crosses the border of a block of 128, with a row less.
-        shorter = max(1, size - 1)
-        again = [chunk(ids[0], LENGTHS[0] + start, size, which=0, prompt=False)]
-        if start == 0:
-            again.append(chunk(ids[1], LENGTHS[1], shorter, which=1, prompt=False))
-        other = chunk(prompts[2], 0, LENGTHS[2], which=2, prompt=True)
-        logits = runner.forward(Step(prefill=(other,), decode=tuple(again)))
-        assert torch.equal(logits[0], alone[2][1][0])
-        assert torch.equal(logits[1], alone[0][1][start + size])
-        if start == 0:
-            assert torch.equal(logits[2], alone[1][1][shorter])
+def chunk(ids: list[int], start: int, size: int, *, num_pages: int, prompt: bool) -> Chunk:
+    """Return rows of the only sequence, in the first pages."""
+    return Chunk(
+        key=(b"", ""),
+        start=start,
+        token_ids=tuple(ids[start : start + size]),
+        pages=tuple(range(num_pages)),
+        state_slot=0,
+        prompt=prompt,
+        num_sampled=1,
+    )
 
 
 def test_every_length_against_transformers(tmp_path: Path, seed: int) -> None:
@@ -143,7 +54,7 @@ def test_every_length_against_transformers(tmp_path: Path, seed: int) -> None:
         found = prompt_logits(runner, ids[:length], range(26), chunk_size=128)[-1]
         assert float((found - expected[length - 1]).abs().max()) < 1e-4 * scale, length
         for position in range(length, length + 9):
-            row = replace(chunk(ids, position, 1, which=0, prompt=False), pages=tuple(range(26)), state_slot=0)
+            row = chunk(ids, position, 1, num_pages=26, prompt=False)
             found = runner.forward(Step(decode=(row,)))[0]
             assert float((found - expected[position]).abs().max()) < 1e-4 * scale, (length, position)
 
@@ -237,7 +148,7 @@ def test_mtp_layer_matches_its_definition(with_drafts: Path) -> None:
     whole.model.hc_head.register_forward_pre_hook(lambda _, args: streams.append(args[0]))
     part = {name.removeprefix("mtp.0."): x for name, x in tensors.items() if name.startswith("mtp.0.")}
     with torch.inference_mode():
-        plan = runner.backend.plan(Step(prefill=(replace(chunk(ids, 0, rows, which=0, prompt=True), state_slot=0),)))
+        plan = runner.backend.plan(Step(prefill=(chunk(ids, 0, rows, num_pages=10, prompt=True),)))
         shifted = torch.zeros(plan.num_rows, dtype=torch.int64)
         shifted[:rows] = torch.tensor(ids[1:])
         found = drafter.head(drafter.forward(shifted, runner.model.hidden(plan), plan))[:rows]

@@ -1,9 +1,9 @@
-"""One answer of models with state: the bits of a position's logits do not depend on how it runs.
+"""One answer of models with state in slots: the bits of a position's logits do not depend on how it runs.
 
-Prompt chunks must end at multiples of 64, which the scheduler ensures. Everything else is free.
+Prompt chunks must end at multiples of a block, which the scheduler ensures. Everything else is free.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +30,53 @@ ODD = {
     "head_dim": 12,
     "partial_rotary_factor": 0.5,
 }
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("qwen3_next", {}),
-    "qwen3_next-odd": ("qwen3_next", ODD),
-    "qwen3_next-bf16": ("qwen3_next", {"dtype": torch.bfloat16}),
-    "qwen3_5_moe": ("qwen3_5_moe", {}),
-    "kimi_linear-odd": ("kimi_linear", {"linear_num_heads": 3, "linear_head_dim": 18, "linear_conv_kernel_dim": 3}),
-    "kimi_linear-bf16": ("kimi_linear", {"dtype": torch.bfloat16}),
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, the multiple at which its chunks end, and the lengths of three prompts."""
+
+    family: str
+    options: dict[str, Any] = field(default_factory=dict)
+    block: int = 64
+    lengths: tuple[int, int, int] = (200, 33, 97)
+
+
+def deepseek_v4(**options: Any) -> Case:
+    # Past the border of a block of 128, just before one, and within the first block of 4.
+    return Case("deepseek_v4", options, block=128, lengths=(300, 126, 2))
+
+
+ODD_KIMI = {"linear_num_heads": 3, "linear_head_dim": 18, "linear_conv_kernel_dim": 3}
+CASES = {
+    "qwen3_next": Case("qwen3_next"),
+    "qwen3_next-odd": Case("qwen3_next", ODD),
+    "qwen3_next-bf16": Case("qwen3_next", {"dtype": torch.bfloat16}),
+    "qwen3_5_moe": Case("qwen3_5_moe"),
+    "kimi_linear-odd": Case("kimi_linear", ODD_KIMI),
+    "kimi_linear-bf16": Case("kimi_linear", {"dtype": torch.bfloat16}),
+    "deepseek_v4": deepseek_v4(),
+    "deepseek_v4-bf16": deepseek_v4(dtype=torch.bfloat16),
 }
-LENGTHS = (200, 33, 97)
 NUM_TOKENS = 12
-PAGES = 14  # of 16 positions
+PAGES = 20  # of 16 positions
 
 
 @pytest.fixture(params=CASES, scope="module")
-def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
-    family, options = CASES[request.param]
-    directory = make_checkpoint(tmp_path_factory.mktemp(family), family, **options)
-    return local_runner(directory, dtype=options.get("dtype", torch.float32), num_pages=4 * PAGES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
+def runner(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Runner:
+    directory = make_checkpoint(tmp_path_factory.mktemp(case.family), case.family, **case.options)
+    return local_runner(directory, dtype=case.options.get("dtype", torch.float32), num_pages=4 * PAGES)
+
+
+@pytest.fixture(scope="module")
+def prompts(case: Case) -> list[list[int]]:
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in case.lengths]
 
 
 @pytest.fixture(scope="module")
@@ -76,17 +99,17 @@ def chunk(ids: list[int], start: int, size: int, *, which: int, prompt: bool) ->
     )
 
 
-@pytest.mark.sampled(0)
-@pytest.mark.parametrize("chunk_size", [64, 128])
-def test_prompt_chunks(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_prompt_chunks(case: Case, runner: Runner, prompts: list[list[int]], alone: list, blocks: int) -> None:
     """The slot holds the state of an earlier sequence, which must not show."""
-    tokens, logits = greedy_tokens(runner, prompts[0], NUM_TOKENS, first_page=PAGES, chunk_size=chunk_size, slot=3)
+    size = blocks * case.block
+    tokens, logits = greedy_tokens(runner, prompts[0], NUM_TOKENS, first_page=PAGES, chunk_size=size, slot=3)
     assert tokens == alone[0][0]
     assert torch.equal(logits, alone[0][1])
 
 
-def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: list) -> None:
-    """Each prompt begins some steps after the one before, so its chunks of 64 run with decode rows of the others."""
+def test_mixed_batch(case: Case, runner: Runner, prompts: list[list[int]], alone: list) -> None:
+    """Each prompt begins some steps after the one before, so its chunks run with decode rows of the others."""
     known = [list(prompt) for prompt in prompts]
     done, begins = [0] * len(prompts), (3, 0, 1)
     for turn in range(NUM_TOKENS + 8):
@@ -96,7 +119,7 @@ def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: list) -> N
             if turn < begins[which] or len(ids) == len(prompts[which]) + NUM_TOKENS:
                 continue
             if left > 0:
-                prefill.append((which, chunk(ids, done[which], min(64, left), which=which, prompt=True)))
+                prefill.append((which, chunk(ids, done[which], min(case.block, left), which=which, prompt=True)))
             else:
                 decode.append((which, chunk(ids, done[which], 1, which=which, prompt=False)))
         if turn % 2:
@@ -112,35 +135,41 @@ def test_mixed_batch(runner: Runner, prompts: list[list[int]], alone: list) -> N
     assert [ids[len(prompt) :] for ids, prompt in zip(known, prompts, strict=True)] == [tokens for tokens, _ in alone]
 
 
-@pytest.mark.parametrize("at", [64, 128, 192])
-def test_continuation_from_a_snapshot(runner: Runner, prompts: list[list[int]], alone: list, at: int) -> None:
+def test_continuation_from_a_snapshot(case: Case, runner: Runner, prompts: list[list[int]], alone: list) -> None:
     """One sequence leaves a snapshot within or at the end of a chunk, and another continues from it."""
-    ids, other = prompts[0], chunk(prompts[2], 0, LENGTHS[2], which=2, prompt=True)
-    left = replace(chunk(ids, 0, 192, which=0, prompt=True), snapshots=((at, 6), (192, 7)) if at < 192 else ((192, 6),))
-    runner.forward(Step(prefill=(other, left)))
-    # Both sequences share pages, but not state: the first one has moved on.
-    runner.forward(Step(prefill=(chunk(ids, 192, 8, which=0, prompt=True),)))
-    begun = replace(chunk(ids, at, LENGTHS[0] - at, which=0, prompt=True), state_slot=3, restored=6, snapshots=())
-    logits = runner.forward(Step(prefill=(begun, other)))
-    assert torch.equal(logits[0], alone[0][1][0])
-    assert torch.equal(logits[1], alone[2][1][0])
-    first = replace(chunk([*ids, alone[0][0][0]], LENGTHS[0], 1, which=0, prompt=False), state_slot=3)
-    assert torch.equal(runner.forward(Step(decode=(first,)))[0], alone[0][1][1])
+    length = case.lengths[0]
+    whole = length // case.block * case.block
+    beside = max((1, 2), key=case.lengths.__getitem__)
+    ids, other = prompts[0], chunk(prompts[beside], 0, case.lengths[beside], which=2, prompt=True)
+    for at in range(case.block, whole + 1, case.block):
+        snapshots = ((at, 6), (whole, 7)) if at < whole else ((whole, 6),)
+        left = replace(chunk(ids, 0, whole, which=0, prompt=True), snapshots=snapshots)
+        runner.forward(Step(prefill=(other, left)))
+        # Both sequences share pages, but not state: the first one has moved on.
+        runner.forward(Step(prefill=(chunk(ids, whole, 8, which=0, prompt=True),)))
+        begun = replace(chunk(ids, at, length - at, which=0, prompt=True), state_slot=3, restored=6, snapshots=())
+        logits = runner.forward(Step(prefill=(begun, other)))
+        assert torch.equal(logits[0], alone[0][1][0]), at
+        assert torch.equal(logits[1], alone[beside][1][0]), at
+        first = replace(chunk([*ids, alone[0][0][0]], length, 1, which=0, prompt=False), state_slot=3)
+        assert torch.equal(runner.forward(Step(decode=(first,)))[0], alone[0][1][1]), at
 
 
 @pytest.mark.parametrize("chunk_size", [2, 5, NUM_TOKENS - 1])
-def test_recomputed_outputs(runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
+def test_recomputed_outputs(case: Case, runner: Runner, prompts: list[list[int]], alone: list, chunk_size: int) -> None:
     """As after a preemption, a step has several rows of each of two sequences beside another prompt."""
+    lengths = case.lengths
     ids = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, alone, strict=True)]
-    runner.forward(Step(prefill=tuple(chunk(ids[i], 0, LENGTHS[i], which=i, prompt=True) for i in (0, 1))))
+    runner.forward(Step(prefill=tuple(chunk(ids[i], 0, lengths[i], which=i, prompt=True) for i in (0, 1))))
     for start in range(0, NUM_TOKENS - 1, chunk_size):
         size = min(chunk_size, NUM_TOKENS - 1 - start)
-        # The second sequence has a row less, so waves of rows differ in width.
+        # The second sequence has a row less, so waves of rows differ in width. With DeepSeek-V4 it crosses the border
+        # of a block.
         shorter = max(1, size - 1)
-        again = [chunk(ids[0], LENGTHS[0] + start, size, which=0, prompt=False)]
+        again = [chunk(ids[0], lengths[0] + start, size, which=0, prompt=False)]
         if start == 0:
-            again.append(chunk(ids[1], LENGTHS[1], shorter, which=1, prompt=False))
-        other = chunk(prompts[2], 0, LENGTHS[2], which=2, prompt=True)
+            again.append(chunk(ids[1], lengths[1], shorter, which=1, prompt=False))
+        other = chunk(prompts[2], 0, lengths[2], which=2, prompt=True)
         logits = runner.forward(Step(prefill=(other,), decode=tuple(again)))
         assert torch.equal(logits[0], alone[2][1][0])
         assert torch.equal(logits[1], alone[0][1][start + size])
