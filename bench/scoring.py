@@ -4,7 +4,7 @@
     python bench/scoring.py --url http://127.0.0.1:8000 --output 512
 
 Each way runs once to warm up, then --rounds times, and its line has the median. The log-probabilities of the first two
-ways must be those of sampling, bit for bit. Those of a prompt have another formula: the line counts how many differ.
+ways must be those of sampling, bit for bit. A prompt has another formula, so its line counts how many differ.
 """
 
 import argparse

@@ -7,7 +7,8 @@
 #   anything else              is run as a command
 # RAY_GCS_ADDRESS (default ray-head:6379) says where the head is, MOEYARD_ROUTER_URL (default http://router:8000) where
 # a worker asks which ranks it should have, MOEYARD_ADDRESS by which address the others know this container (default:
-# its first one), MOEYARD_STOP_SECONDS (default 30) how long a router may take to stop, MOEYARD_CONTAINER_HOME where the files beside this one are.
+# its first one), MOEYARD_STOP_SECONDS (default 30) how long a router may take to stop, MOEYARD_CONTAINER_HOME where the
+# files beside this one are.
 #
 # Each role ends when any process of it does, so that the container's restart policy starts it again: `ray start --block`
 # watches its own processes, router.py the router's.
@@ -41,7 +42,8 @@ router)
     forget_sessions
     # A Ray driver needs a node of the cluster on its own host; this one offers no room for workers. After a restart of
     # the head the workers join again one by one: the router waits for as many as it needs, for a month if it must.
-    exec python "$home/router.py" "${MOEYARD_STOP_SECONDS:-30}" ray start --block --disable-usage-stats --address="$gcs" --num-cpus=0 \
+    exec python "$home/router.py" "${MOEYARD_STOP_SECONDS:-30}" \
+        ray start --block --disable-usage-stats --address="$gcs" --num-cpus=0 \
         --object-store-memory="$store" --node-ip-address="$(address)" \
         -- moeyard serve "$@" --ray-address "$gcs" --wait-for-cluster 2592000 --host "${MOEYARD_HOST:-0.0.0.0}" --port 8000
     ;;

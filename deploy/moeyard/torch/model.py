@@ -42,9 +42,9 @@ class TrainableModel(torch.nn.Module):
     `save` does, then to `dtype`, as a server does that loads the saved checkpoint. So a forward always uses the present
     values, at the cost of one copy of all weights. The gradient ignores both roundings.
 
-    dtype: as of `moeyard serve --dtype`. "float64" is for checks such as `torch.autograd.gradcheck`: parameters are
-    float64, and the forward uses the formula of the backward.
-    max_model_len: as of `moeyard serve --max-model-len`, for rotations that depend on it.
+    dtype: a value of `moeyard serve --dtype`, or "float64" for checks such as `torch.autograd.gradcheck`. Parameters
+        are then float64, and the forward uses the formula of the backward.
+    max_model_len: the value of `moeyard serve --max-model-len`, for rotations that depend on it.
 
     Raises CheckpointError for a bad checkpoint. Raises ValueError for quantised weights and DeepSeek-V4, and on a CPU
     without the environment that keeps bits.
