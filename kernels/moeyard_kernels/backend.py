@@ -269,7 +269,16 @@ class Backend(Protocol):
         """Allocate memory for routed experts."""
 
     def expert_residency(
-        self, slots: Opaque, *, policy: str, num_layers: int, num_experts: int, num_slots: int, shared: bool
+        self,
+        slots: Opaque,
+        *,
+        policy: str,
+        num_layers: int,
+        num_experts: int,
+        num_slots: int,
+        all_on_host: bool,
+        shared: bool,
     ) -> ExpertResidency | None:
         """Return the residency of `num_slots` of these slots; the others stream the misses of prompts. None if the host
-        decides. `shared`: other ranks of the host may read the experts in host memory."""
+        decides. all_on_host: host memory also holds the experts in slots. `shared`: other ranks of the host may read
+        the experts in host memory."""

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -423,10 +423,14 @@ def test_experts_without_slots_are_in_host_memory() -> None:
     config = EngineConfig(model_path="", expert_slots=100)
     done = plan_memory(config=config, **sizes, host_available=GIB)
     assert (done.expert_slots, done.stream_slots) == (100, cuda_footprint.STREAM_SLOTS)
-    assert done.host_bytes == 256 * EXPERT_BYTES
-    assert "100 of 256 experts in slots, 222 MiB, and all in 384 MiB of pinned host memory" in done.reasons
-    with pytest.raises(ValueError, match=r"100 of 256 experts .* 384 MiB of host memory, but this host has 390 MiB"):
-        plan_memory(config=config, **sizes, host_available=390 * MIB)
+    assert done.host_bytes == 156 * EXPERT_BYTES
+    assert "100 of 256 experts in slots, 222 MiB, and the others in 234 MiB of pinned host memory" in done.reasons
+    with pytest.raises(ValueError, match=r"100 of 256 experts .* 234 MiB of host memory, but this host has 240 MiB"):
+        plan_memory(config=config, **sizes, host_available=240 * MIB)
+    for more in ({"expert_host_store": "all"}, {"expert_fetch": "shared"}):
+        copied = plan_memory(config=replace(config, **cast(Any, more)), **sizes, host_available=GIB)
+        assert copied.host_bytes == 256 * EXPERT_BYTES
+        assert "100 of 256 experts in slots, 222 MiB, and all in 384 MiB of pinned host memory" in copied.reasons
     memory = EngineConfig(model_path="", expert_memory=(100 + cuda_footprint.STREAM_SLOTS) * EXPERT_BYTES)
     assert plan_memory(config=memory, **sizes, host_available=GIB).expert_slots == 100
 

@@ -47,7 +47,13 @@ Weights = partial(RandomExperts, LAYERS, EXPERTS, hidden=HIDDEN, intermediate=IN
 
 
 def make_cache(
-    source: RandomExperts, *, num_slots: int, policy: str = "slru", dtype: torch.dtype, backend: str = "cpu"
+    source: RandomExperts,
+    *,
+    num_slots: int,
+    policy: str = "slru",
+    dtype: torch.dtype,
+    backend: str = "cpu",
+    all_on_host: bool = False,
 ) -> ExpertCache:
     cache = ExpertCache(
         backend=BACKENDS[backend](),
@@ -57,6 +63,7 @@ def make_cache(
         form=plain_expert(hidden=HIDDEN, intermediate=INTERMEDIATE, dtype=str(dtype).removeprefix("torch.")),
         num_slots=num_slots,
         policy=policy,
+        all_on_host=all_on_host,
     )
     cache.preload()
     return cache
@@ -137,9 +144,10 @@ def sequential(source: RandomExperts, layer: int, dispatched: Dispatched, dtype:
 def test_residency_changes_no_bit(dtype: torch.dtype, backend: str) -> None:
     source = Weights(dtype=dtype)
     caches = [
-        make_cache(source, num_slots=num_slots, policy=policy, dtype=dtype, backend=backend)
+        make_cache(source, num_slots=num_slots, policy=policy, dtype=dtype, backend=backend, all_on_host=all_on_host)
         for policy in sorted(POLICIES)
         for num_slots in (1, 2, TOTAL // 2, TOTAL - 1, TOTAL)
+        for all_on_host in (False, True)
     ]
     for layer, dispatched in accesses(1, 20, dtype):
         first, *others = [run(cache, layer, dispatched, backend) for cache in caches]
@@ -157,13 +165,15 @@ def test_residency_changes_no_bit(dtype: torch.dtype, backend: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("all_on_host", [False, True], ids=["one copy", "all on host"])
 @pytest.mark.parametrize("num_slots", [1, 4, TOTAL // 2])
-def test_graph_decides_and_gathers(num_slots: int, policy: str) -> None:
+def test_graph_decides_and_gathers(num_slots: int, policy: str, all_on_host: bool) -> None:
     """One graph has the decode steps of all layers. It replays with new rows, and prompts run eager in between."""
     dtype, num_rows = torch.bfloat16, 5
     source = Weights(dtype=dtype)
     part, whole = (
-        make_cache(source, num_slots=size, policy=policy, dtype=dtype, backend="gpu2") for size in (num_slots, TOTAL)
+        make_cache(source, num_slots=size, policy=policy, dtype=dtype, backend="gpu2", all_on_host=all_on_host)
+        for size in (num_slots, TOTAL)
     )
     generator = torch.Generator().manual_seed(num_slots)
     rows = torch.zeros(num_rows, HIDDEN, dtype=dtype, device=GPU)
@@ -192,6 +202,11 @@ def test_graph_decides_and_gathers(num_slots: int, policy: str) -> None:
     assert counters.num_hits > 0
     assert counters.misses["decode"] == counters.num_evictions > 0
     assert counters.misses["prefill"] > 0
+    part.validate()
+    exact = dict(part.stored())
+    for layer, expert in itertools.product(LAYERS, EXPERTS):
+        views = torch.cat([each.flatten() for each in exact[layer, expert]]).cpu().view(dtype)
+        assert torch.equal(views, torch.cat([x.to(dtype).flatten() for x in source.experts[layer, expert]]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -217,6 +232,7 @@ def test_counters_equal_those_of_the_policy(policy: str, num_slots: int, backend
     assert cache.num_slots == filled
     assert stats.bytes_copied == (counters.num_misses + filled) * expert_bytes
     if backend != "cpu":
+        assert stats.bytes_to_host == counters.num_evictions * expert_bytes * (num_slots < TOTAL)
         # Accesses of a fully resident cache are not counted, because the host would have to wait.
         assert stats.counters == (counters if num_slots < TOTAL else Counters())
         # Experts without a slot are in host memory, so the source was read once.

@@ -32,7 +32,9 @@ NAMES: tuple[PolicyName, ...] = ("slru", "lru")
 
 
 def fields(state: ResidencyState) -> tuple[torch.Tensor, ...]:
-    return tuple(x.cpu() for x in (state.slot_of, state.keys, state.ranks, state.protected, state.uses, state.counts))
+    places = () if state.place_of is None else (state.place_of,)
+    live = (state.slot_of, state.keys, state.ranks, state.protected, state.uses, state.counts, *places)
+    return tuple(x.cpu() for x in live)
 
 
 def needs(rng: random.Random, num_layers: int, num_experts: int, top_k: int, num_visits: int) -> list[torch.Tensor]:
@@ -57,16 +59,21 @@ if DEVICE.type == "cuda":
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("one_copy", [False, True], ids=["all on host", "one copy"])
 @pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize(("num_layers", "num_experts", "top_k", "num_slots"), SHAPES, ids=str)
 def test_kernel_reference_and_policy_agree(
-    policy: PolicyName, num_layers: int, num_experts: int, top_k: int, num_slots: int
+    policy: PolicyName, num_layers: int, num_experts: int, top_k: int, num_slots: int, one_copy: bool
 ) -> None:
+    """With one copy of each expert, no place is lost, and each missed expert is found where it was put."""
     rng = random.Random(num_slots)
+    shape = {"num_layers": num_layers, "num_experts": num_experts, "num_slots": num_slots}
     ours, theirs = (
-        start_residency(policy, num_layers=num_layers, num_experts=num_experts, num_slots=num_slots, device=device)
-        for device in (DEVICE, torch.device("cpu"))
+        start_residency(policy, **shape, device=device, one_copy=one_copy) for device in (DEVICE, torch.device("cpu"))
     )
+    # The keys in places and in slots, moved as `gather_experts` moves them.
+    stored = [key for key, slot in enumerate(theirs.slot_of.flatten().tolist()) if slot < 0]
+    held = theirs.keys.tolist()
     # Layers and experts do not begin at 0.
     layers = [7 + 2 * i for i in range(num_layers)]
     pure = start_policy(policy, layers=layers, experts=range(50, 50 + num_experts), num_slots=num_slots)
@@ -80,6 +87,16 @@ def test_kernel_reference_and_policy_agree(
         wanted = ops.cache_access(ids, theirs, layer=layer, num_needed=known)
         assert_bits(f"tables of visit {visit}", got.cpu(), wanted)
         assert_bits(f"state after visit {visit}", fields(ours), fields(theirs))
+        if one_copy:
+            waves, places = wanted[1:].chunk(2)
+            wanted = wanted[: 1 + len(waves)]
+            for slots_of_wave, of_wave in zip(waves.tolist(), places.tolist(), strict=True):
+                for expert, (slot, place) in enumerate(zip(slots_of_wave, of_wave, strict=True)):
+                    if slot >= 0:
+                        held[slot], stored[place] = stored[place], held[slot]
+                        assert held[slot] == layer * num_experts + expert
+            assert held == theirs.keys.tolist()
+            theirs.validate()
         tables = torch.full_like(wanted, -1)
         for row, wave in enumerate(pure.access(layers[layer], needed, []), 1):
             counters.count(wave)

@@ -45,13 +45,42 @@ def test_experts_of_the_table_are_copied(
                 assert_bits(f"expert {expert}", blob, store[layer * num_experts + expert])
 
 
+@pytest.mark.parametrize("config", triton_kernel.CONFIGS[:2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_slots_and_places_exchange_experts(dtype: torch.dtype, config: triton_kernel.GatherConfig) -> None:
+    num_experts, hidden, inner, num_slots, num_places = 5, 24, 20, 4, 3
+    store = torch.randn(num_places, 3 * inner * hidden).to(dtype)
+    slots = torch.randn(num_slots, 3 * inner * hidden).to(dtype)
+    store = store.pin_memory() if DEVICE == "cuda" else store
+    before, split = store.clone(), 2 * inner * hidden
+    gate_up = slots[:, :split].reshape(num_slots, 2 * inner, hidden).contiguous().to(DEVICE)
+    down = slots[:, split:].reshape(num_slots, hidden, inner).contiguous().to(DEVICE)
+    table, places = torch.tensor([[-1, 2, -1, 0, -1], [-1, 1, -1, 2, -1]], dtype=torch.int32)
+    wanted = gate_up.clone().cpu(), down.clone().cpu()
+    theirs = before.clone()
+    given = {"places": places.to(DEVICE), "config": config}
+    triton_kernel.gather_experts(store, table.to(DEVICE), gate_up, down, layer=7, **given)
+    ops.gather_experts(theirs, table, *wanted, layer=7, places=places)
+    after = torch.cat((gate_up.flatten(1), down.flatten(1)), 1).cpu()
+    assert_bits("slots", after, torch.cat((wanted[0].flatten(1), wanted[1].flatten(1)), 1))
+    assert_bits("places", store, theirs)
+    assert_bits(
+        "the exchange",
+        (after[[2, 0, 1, 3]], store[[1, 2, 0]]),
+        (torch.cat((before[[1, 2]], slots[[1, 3]])), torch.cat((slots[[2, 0]], before[[0]]))),
+    )
+    assert num_experts == len(table)
+
+
 def test_bad_arguments_are_named() -> None:
     store, table = torch.zeros(4, 12), torch.zeros(2, dtype=torch.int32)
     gate_up, down = torch.zeros(3, 4, 2), torch.zeros(3, 2, 2)
     ops.gather_experts(store, table, gate_up, down, layer=1)
     with pytest.raises(ValueError, match=r"counts int64 \[3\], expected int64"):
         ops.gather_experts(store, table, gate_up, down, layer=1, counts=torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"layer 2, E 2 of table int32 \[2\], rows 4 of store float32 \[4, 12\]"):
+    with pytest.raises(
+        ValueError, match=r"layer 2, places None, E 2 of table int32 \[2\], rows 4 of store float32 \[4, 12\]"
+    ):
         ops.gather_experts(store, table, gate_up, down, layer=2)
     with pytest.raises(ValueError, match=r"table int64 \[2\], expected int32 \[E\]"):
         ops.gather_experts(store, table.long(), gate_up, down, layer=0)

@@ -9,11 +9,15 @@ In a step with prompt rows the host waits once per layer to learn which experts 
 Experts with a slot are computed at once, for all rows. The others stream through two halves of a few extra slots: the
 copy engine fills one half while the other is computed. Rows that need nearly all experts of one layer will need those
 of the next, so its missing experts are copied during its attention. Decode's slots do not change.
+
+Host memory holds the experts without a slot. A miss of decode rows exchanges two experts: the missed one takes the
+slot, and the evicted one takes its place in host memory. With `all_on_host` host memory also holds copies of the
+experts in slots, and a miss only reads. Peers that read this memory need that, because their reads may be late.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -42,11 +46,27 @@ from moeyard_kernels.types.sending import to_device
 _NEARLY_ALL = 0.9
 
 
+class _Experts(NamedTuple):
+    """The experts of one layer, a list each.
+
+    needed, decode: whether any row needs the expert, and whether a decode row does. slots, protected: its slot and its
+    segment. places: its row of host memory. next_slots and next_places are those of the next layer.
+    """
+
+    needed: Sequence[int]
+    decode: Sequence[int]
+    slots: Sequence[int]
+    protected: Sequence[int]
+    places: Sequence[int]
+    next_slots: Sequence[int]
+    next_places: Sequence[int]
+
+
 class CudaResidency:
     """The experts of L layers, E each, in the first `num_slots` of `slots`; the other slots stream.
 
-    Layers and experts count from 0. `policy` decides. `lent`: the handle by which other processes of the host map the
-    experts in its memory, if they may.
+    Layers and experts count from 0. `policy` decides. all_on_host: see the module. `lent`: the handle by which other
+    processes of the host map the experts in its memory, if they may.
     """
 
     def __init__(
@@ -57,14 +77,17 @@ class CudaResidency:
         num_layers: int,
         num_experts: int,
         num_slots: int,
+        all_on_host: bool = True,
         shared: bool = False,
     ) -> None:
+        assert all_on_host or not shared, "peers read experts that stay where they are"
         self._slots, self._num_slots = slots, num_slots
         self._num_layers, self._num_experts = num_layers, num_experts
         self._half = (slots.num_slots - num_slots) // 2
         assert self._half > 0, f"{slots.num_slots} slots, of which {num_slots} are not the stream's"
         device = slots.device
-        self._host = HostExperts(num_experts=num_layers * num_experts, form=slots.form, device=device, shared=shared)
+        on_host = num_layers * num_experts - (0 if all_on_host else num_slots)
+        self._host = HostExperts(num_experts=on_host, form=slots.form, device=device, shared=shared)
         self.lent = self._host.memory.lent
         # The kernels copy words of 2 or 4 bytes.
         word = torch.int32 if slots.gate_up.data.itemsize == 4 else torch.int16
@@ -76,6 +99,7 @@ class CudaResidency:
             num_experts=num_experts,
             num_slots=num_slots,
             device=device,
+            one_copy=not all_on_host,
         )
         self._side = _SideStream(device)
         self._copier = _SideStream(device)
@@ -90,18 +114,31 @@ class CudaResidency:
         self._copied = self._side.event()
 
     def put(self, layer: int, expert: int, fill: Fill) -> None:
-        """Store one expert in host memory."""
-        self._host.put(layer * self._num_experts + expert, fill)
+        """Store one expert in host memory, or in its slot if host memory holds no copy of it."""
+        place = self._place(layer, expert)
+        if place < 0:
+            self._slots.write(int(self._state.slot_of[layer, expert]), fill)
+        else:
+            self._host.put(place, fill)
 
     def stored(self, layer: int, expert: int) -> torch.Tensor:
-        """Return the bytes of an expert in host memory."""
-        return self._host.blobs[layer * self._num_experts + expert]
+        """Return the bytes of an expert."""
+        place = self._place(layer, expert)
+        if place < 0:
+            return torch.cat(self._slots.contents(int(self._state.slot_of[layer, expert])))
+        return self._host.blobs[place]
+
+    def _place(self, layer: int, expert: int) -> int:
+        """Return an expert's row of host memory, or -1. Waits for the device."""
+        places = self._state.place_of
+        return layer * self._num_experts + expert if places is None else int(places[layer, expert])
 
     def start(self) -> int:
-        """Fill the slots by the policy once all experts are stored, also again; return the bytes copied."""
+        """Fill the slots by the policy once all experts are stored, also again; return the bytes of the slots."""
         self._ahead = (-1, [])
-        for slot, key in enumerate(self._state.keys.tolist()):
-            self._copy(key, slot)
+        if self._state.place_of is None:
+            for slot, key in enumerate(self._state.keys.tolist()):
+                self._copy(key, slot)
         self._side.synchronize()
         return self._num_slots * self._slots.form.blob_bytes
 
@@ -109,22 +146,26 @@ class CudaResidency:
         """Compute a whole run of the slots. Without prompt rows nothing waits for the device. Ranks with a `fetch`
         window, all of a host or none, read their misses together."""
         if not run.experts.numel():
+            self._await_ahead()
             return
         if run.prompt is None:
             self._decode(layer, run, run.experts, fetch=fetch)
             return
         decode = run.experts.masked_fill(run.prompt[:, None], -1)
-        of_all, of_decode, slots, protected, following = self._look(layer, run.experts, decode)
-        if any(of_decode):
-            self._decode(layer, run, decode, num_needed=sum(of_decode))
-            _, _, slots, protected, following = self._look(layer, run.experts, decode)
-        needed = [e for e in range(self._num_experts) if of_all[e] and not of_decode[e]]
-        hits = [e for e in needed if slots[e] >= 0]
+        found = self._look(layer, run.experts, decode)
+        if any(found.decode):
+            self._await_ahead()
+            self._decode(layer, run, decode, num_needed=sum(found.decode))
+            found = self._look(layer, run.experts, decode)
+        needed = [e for e in range(self._num_experts) if found.needed[e] and not found.decode[e]]
+        hits = [e for e in needed if found.slots[e] >= 0]
         for e in hits:
-            self._prompt_hits[protected[e]] += 1
-        self._stream(layer, run, {e: slots[e] for e in hits}, [e for e in needed if slots[e] < 0])
-        if layer + 1 < self._num_layers and sum(of_all) >= _NEARLY_ALL * self._num_experts:
-            self._fetch_ahead(layer + 1, [e for e in range(self._num_experts) if following[e] < 0])
+            self._prompt_hits[found.protected[e]] += 1
+        missing = {e: found.places[e] for e in needed if found.slots[e] < 0}
+        self._stream(run, {e: found.slots[e] for e in hits}, missing, layer)
+        if layer + 1 < self._num_layers and sum(found.needed) >= _NEARLY_ALL * self._num_experts:
+            left = {e: place for e, place in enumerate(found.next_places) if found.next_slots[e] < 0}
+            self._fetch_ahead(layer + 1, left)
 
     def counts(self, *, wait: bool) -> ResidencyCounts:
         """Return the current counts after waiting for the device, or else those of the call before the last."""
@@ -164,53 +205,66 @@ class CudaResidency:
         fetch: FetchWindow | None = None,
     ) -> None:
         tables = ops.cache_access(ids, self._state, layer=layer, num_needed=num_needed)
+        waves: Sequence[torch.Tensor] = tables[1:].unbind()
+        places: Sequence[torch.Tensor | None] = [None] * len(waves)
+        if self._state.place_of is not None:
+            waves, places = waves[: len(waves) // 2], waves[len(waves) // 2 :]
         with self._side.behind_caller():
-            self._gather(layer, tables[1], fetch)
+            self._gather(layer, waves[0], places[0], fetch)
         run.compute(tables[0])
         self._side.join()
-        run.compute(tables[1])
-        for table in tables[2:]:
+        run.compute(waves[0])
+        for table, of_wave in zip(waves[1:], places[1:], strict=True):
             # Its slots may be those of the wave before. Ranks may have different numbers of waves, so each copies alone
             # here.
-            self._gather(layer, table)
+            self._gather(layer, table, of_wave)
             run.compute(table)
 
-    def _gather(self, layer: int, table: torch.Tensor, fetch: FetchWindow | None = None) -> None:
+    def _gather(
+        self, layer: int, table: torch.Tensor, places: torch.Tensor | None, fetch: FetchWindow | None = None
+    ) -> None:
         gate_up, down = self._words
         if fetch is None:
-            ops.gather_experts(self._blobs, table, gate_up, down, layer=layer, counts=self._state.counts)
+            ops.gather_experts(self._blobs, table, gate_up, down, layer=layer, counts=self._state.counts, places=places)
         else:
             ops.fetch_experts(self._blobs, table, gate_up, down, fetch, layer=layer, counts=self._state.counts)
 
-    def _look(self, layer: int, ids: torch.Tensor, decode: torch.Tensor) -> list[list[int]]:
-        """Return five lists over the experts of the layer. They say whether any row needs the expert, whether a decode
-        row does, its slot, its segment, and the slot of the same expert of the next layer."""
+    def _await_ahead(self) -> None:
+        """Let later launches wait for copies of prefetched experts if they may overwrite host memory."""
+        if self._state.place_of is not None and self._ahead[1]:
+            for event in self._ready:
+                event.wait()
+
+    def _look(self, layer: int, ids: torch.Tensor, decode: torch.Tensor) -> _Experts:
+        """Return what the host must know of a layer. It waits for the device."""
         marks = torch.zeros(2, self._num_experts + 1, dtype=torch.int32, device=ids.device)
         for mark, of in zip(marks, (ids, decode), strict=True):
             mark.index_fill_(0, (of + 1).flatten().long(), 1)
-        slots = self._state.slot_of[layer]
-        protected = self._state.protected[slots.clamp(min=0)]
-        following = self._state.slot_of[min(layer + 1, self._num_layers - 1)]
-        found: list[list[int]] = torch.stack((*marks[:, 1:], slots, protected, following)).tolist()
-        return found
+        state, following = self._state, min(layer + 1, self._num_layers - 1)
+        slots = state.slot_of[layer]
+        parts = [*marks[:, 1:], slots, state.protected[slots.clamp(min=0)], state.slot_of[following]]
+        if state.place_of is not None:
+            parts += [state.place_of[layer], state.place_of[following]]
+        needed, of_decode, here, protected, after, *places = torch.stack(parts).tolist()
+        places = places or [range(i * len(here), (i + 1) * len(here)) for i in (layer, following)]
+        return _Experts(needed, of_decode, here, protected, places[0], after, places[1])
 
-    def _stream(self, layer: int, run: CudaExpertRun, resident: dict[int, int], missing: Sequence[int]) -> None:
-        """Compute the resident experts, then the missing ones, half by half."""
+    def _stream(self, run: CudaExpertRun, resident: dict[int, int], missing: Mapping[int, int], layer: int) -> None:
+        """Compute the resident experts, then the missing ones (their places), half by half."""
         of_layer, ahead = self._ahead
-        wanted = set(missing)
         # Ignore prefetched experts that are not missing.
         placed = [
-            {expert: slot for expert, slot in half.items() if expert in wanted}
+            {expert: slot for expert, slot in half.items() if expert in missing}
             for half in (ahead if of_layer == layer else ())
         ]
         self._ahead = (-1, [])
         fetched = len(placed)
-        left = sorted(wanted.difference(*placed))
+        left = sorted(missing.keys() - set[int]().union(*placed))
         for begin in range(0, len(left), self._half):
             placed.append(self._places(left[begin : begin + self._half], self._turn + len(placed)))
         tables = self._tables([resident, *placed])
         for g in range(fetched, min(2, len(placed))):
-            self._fetch(layer, placed[g], self._turn + g)
+            self._fetch(placed[g], missing, self._turn + g)
         if resident:
             run.compute(tables[0])
         for g, group in enumerate(placed):
@@ -220,31 +274,32 @@ class CudaResidency:
                 run.compute(tables[1 + g])
             self._free[half].record()
             if g + 2 < len(placed):
-                self._fetch(layer, placed[g + 2], self._turn + g + 2)
+                self._fetch(placed[g + 2], missing, self._turn + g + 2)
         self._turn += len(placed)
         self._prompt_misses += len(missing)
 
-    def _fetch_ahead(self, layer: int, missing: Sequence[int]) -> None:
-        """Copy the first missing experts of the next layer, as many as both halves hold."""
-        groups = [missing[: self._half], missing[self._half : 2 * self._half]]
+    def _fetch_ahead(self, layer: int, missing: Mapping[int, int]) -> None:
+        """Copy the first missing experts of the next layer (their places), as many as both halves hold."""
+        first = list(missing)[: 2 * self._half]
+        groups = [first[: self._half], first[self._half :]]
         placed = [self._places(group, self._turn + g) for g, group in enumerate(groups) if group]
         for g, group in enumerate(placed):
-            self._fetch(layer, group, self._turn + g)
+            self._fetch(group, missing, self._turn + g)
         self._ahead = (layer, placed)
 
     def _places(self, experts: Sequence[int], turn: int) -> dict[int, int]:
         """Return slots of the half whose turn it is."""
         return {expert: self._num_slots + turn % 2 * self._half + i for i, expert in enumerate(experts)}
 
-    def _fetch(self, layer: int, group: Mapping[int, int], turn: int) -> None:
-        """Begin to copy experts into a half, after its last read."""
+    def _fetch(self, group: Mapping[int, int], places: Mapping[int, int], turn: int) -> None:
+        """Begin to copy experts (their slots) into a half, after its last read."""
         with self._copier.following(self._free[turn % 2]):
             for expert, slot in group.items():
-                self._copy(layer * self._num_experts + expert, slot)
+                self._copy(places[expert], slot)
             self._ready[turn % 2].record()
 
-    def _copy(self, key: int, slot: int) -> None:
-        for region, found in zip(self._slots.regions, self._host.regions(key), strict=True):
+    def _copy(self, place: int, slot: int) -> None:
+        for region, found in zip(self._slots.regions, self._host.regions(place), strict=True):
             region[slot].copy_(found, non_blocking=True)
 
     def _tables(self, slots: Sequence[dict[int, int]]) -> torch.Tensor:

@@ -67,8 +67,8 @@ def _add(p_counts, COUNT: tl.constexpr, b_more):
 
 @triton.jit(do_not_specialize=["P", "E", "S", "i_layer", "WAVES", "LIMIT"])
 def _cache_access_kernel(
-    p_ids, p_slot_of, p_keys, p_ranks, p_protected, p_uses, p_counts, p_sums, p_tables, P, E, S, i_layer, WAVES, LIMIT,
-    SLRU: tl.constexpr, BP: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
+    p_ids, p_slot_of, p_keys, p_ranks, p_protected, p_uses, p_counts, p_sums, p_place_of, p_tables, P, E, S, i_layer,
+    WAVES, LIMIT, SLRU: tl.constexpr, PLACES: tl.constexpr, BP: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
 ):  # fmt: skip
     """See `ops.cache_access`; LIMIT experts a wave. Grid: (1,)."""
     o_e = tl.arange(0, BE)
@@ -121,13 +121,21 @@ def _cache_access_kernel(
         # Summed again in each wave: Triton 3.6 would use the first value of a loop-carried count in every wave.
         n_now = tl.minimum(tl.sum(b_left, 0), tl.where(i_w == 0, tl.maximum(LIMIT - n_hits, 0), LIMIT))
         b_table = tl.full([BE], -1, tl.int32)
+        b_places = tl.full([BE], -1, tl.int32)
         for _ in range(n_now):
             b_e = tl.min(tl.where(b_left > 0, o_e, BE), 0)
             tl.debug_barrier()
             b_s = _smallest(p_ranks, S, BS)
             b_old = tl.load(p_keys + b_s)
             n_evicted += tl.load(p_protected + b_s)
+            if PLACES:
+                b_place = tl.load(p_place_of + i_layer * E + b_e)
             tl.debug_barrier()
+            if PLACES:
+                # The evicted expert takes the place of the expert that it makes room for.
+                tl.store(p_place_of + b_old, b_place)
+                tl.store(p_place_of + i_layer * E + b_e, -1)
+                b_places = tl.where(o_e == b_e, b_place, b_places)
             tl.store(p_slot_of + b_old, -1)
             tl.store(p_slot_of + i_layer * E + b_e, b_s)
             tl.store(p_keys + b_s, i_layer * E + b_e)
@@ -139,6 +147,8 @@ def _cache_access_kernel(
             b_left = tl.where(m_this, 0, b_left)
             b_member = tl.where(m_this, 1, b_member)
         tl.store(p_tables + (1 + i_w) * E + o_e, b_table, mask=m_e)
+        if PLACES:
+            tl.store(p_tables + (1 + WAVES + i_w) * E + o_e, b_places, mask=m_e)
         tl.debug_barrier()
         tl.store(p_ranks + b_slot, b_rank, mask=b_member > 0)
         b_member = tl.zeros([BE], dtype=tl.int32)
@@ -161,7 +171,8 @@ def cache_access(
     num_experts = state.slot_of.shape[1]
     launch.check_indices("cache_access", low=-1, high=num_experts, ids=ids)
     num_waves = state.num_waves(ids, num_needed)
-    tables = torch.empty(1 + num_waves, num_experts, dtype=torch.int32, device=ids.device)
+    num_rows = 1 + (num_waves if state.place_of is None else 2 * num_waves)
+    tables = torch.empty(num_rows, num_experts, dtype=torch.int32, device=ids.device)
     _cache_access_kernel[(1,)](
         ids,
         state.slot_of,
@@ -171,6 +182,7 @@ def cache_access(
         state.uses,
         state.counts,
         state.sums,
+        state.slot_of if state.place_of is None else state.place_of,
         tables,
         ids.numel(),
         num_experts,
@@ -179,6 +191,7 @@ def cache_access(
         num_waves,
         expert_ranks.wave_limit(state.num_slots),
         SLRU=state.policy == "slru",
+        PLACES=state.place_of is not None,
         BP=_BP,
         BE=max(32, triton.next_power_of_2(num_experts)),
         BS=min(_MOST_BS, max(32, triton.next_power_of_2(state.num_slots))),

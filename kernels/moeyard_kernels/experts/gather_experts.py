@@ -3,6 +3,9 @@
 The list is the table of a wave. Every program reads it, and copies its share of each expert that has a slot there,
 BLOCK values at a time. Eight programs with 32 KiB each in flight saturate the link; more gain nothing. The other
 multiprocessors stay free for rows that hit. If the table is empty, all programs exit at once.
+
+With places in host memory, slots and places exchange their experts, block by block. The link carries both directions at
+once.
 """
 
 from dataclasses import dataclass
@@ -33,11 +36,15 @@ CONFIGS = tuple(
 
 
 @triton.jit
-def _copy(p_from, p_to, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Copy this program's blocks of N values."""
+def _copy(p_from, p_to, N: tl.constexpr, BLOCK: tl.constexpr, SWAP: tl.constexpr):
+    """Copy this program's blocks of N values, or exchange them."""
     for i_n in range(tl.program_id(0) * BLOCK, N, tl.num_programs(0) * BLOCK):
         o_n = i_n + tl.arange(0, BLOCK)
-        if N % BLOCK:
+        if SWAP:
+            b_old = tl.load(p_to + o_n, mask=o_n < N)
+            tl.store(p_to + o_n, tl.load(p_from + o_n, mask=o_n < N), mask=o_n < N)
+            tl.store(p_from + o_n, b_old, mask=o_n < N)
+        elif N % BLOCK:
             tl.store(p_to + o_n, tl.load(p_from + o_n, mask=o_n < N), mask=o_n < N)
         else:
             tl.store(p_to + o_n, tl.load(p_from + o_n))
@@ -45,11 +52,12 @@ def _copy(p_from, p_to, N: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["i_layer", "E"])
 def _gather_experts_kernel(
-    p_store, p_table, p_gate_up, p_down, p_counts, i_layer, E, N_UP: tl.constexpr, N_DOWN: tl.constexpr,
-    BE: tl.constexpr, BLOCK: tl.constexpr, TIMED: tl.constexpr,
+    p_store, p_table, p_places, p_gate_up, p_down, p_counts, i_layer, E, N_UP: tl.constexpr, N_DOWN: tl.constexpr,
+    BE: tl.constexpr, BLOCK: tl.constexpr, SWAP: tl.constexpr, TIMED: tl.constexpr,
 ):  # fmt: skip
     """Copy p_store [L E, N_UP + N_DOWN] to p_gate_up [S, N_UP] and p_down [S, N_DOWN]. Grid: (any,).
 
+    SWAP: exchange slots and the rows p_places [E] of p_store.
     TIMED: the first program adds its nanoseconds to p_counts.
     """
     o_e = tl.arange(0, BE)
@@ -63,9 +71,12 @@ def _gather_experts_kernel(
     for _ in range(n_left):
         b_e = tl.min(tl.where(b_left > 0, o_e, BE), 0)
         b_s = tl.sum(tl.where(o_e == b_e, b_slot, 0), 0).to(tl.int64)
-        p_blob = p_store + (i_layer * E + b_e).to(tl.int64) * (N_UP + N_DOWN)
-        _copy(p_blob, p_gate_up + b_s * N_UP, N_UP, BLOCK)
-        _copy(p_blob + N_UP, p_down + b_s * N_DOWN, N_DOWN, BLOCK)
+        b_row = (i_layer * E + b_e).to(tl.int64)
+        if SWAP:
+            b_row = tl.load(p_places + b_e).to(tl.int64)
+        p_blob = p_store + b_row * (N_UP + N_DOWN)
+        _copy(p_blob, p_gate_up + b_s * N_UP, N_UP, BLOCK, SWAP)
+        _copy(p_blob + N_UP, p_down + b_s * N_DOWN, N_DOWN, BLOCK, SWAP)
         b_left = tl.where(o_e == b_e, 0, b_left)
     if TIMED:  # noqa: SIM102 - the compiler wants to know first
         if tl.program_id(0) == 0:
@@ -81,17 +92,22 @@ def gather_experts(
     *,
     layer: int,
     counts: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
     config: GatherConfig = CONFIGS[0],
 ) -> None:
     """See `moeyard_kernels.ops.gather_experts`."""
     launch.check_layout("gather_experts", store=store)
     launch.check_layout("gather_experts", table=table, gate_up=gate_up, down=down)
     launch.check_indices("gather_experts", low=-1, high=gate_up.shape[0], table=table)
+    if places is not None:
+        launch.check_layout("gather_experts", places=places)
+        launch.check_indices("gather_experts", low=-1, high=store.shape[0], places=places)
     # Integers of the same size, which the interpreter does not round.
     word = torch.int16 if store.itemsize == 2 else torch.int32
     _gather_experts_kernel[(config.PROGRAMS,)](
         store.view(word),
         table,
+        table if places is None else places,
         gate_up.view(word),
         down.view(word),
         table if counts is None else counts,
@@ -101,6 +117,7 @@ def gather_experts(
         N_DOWN=down[0].numel(),
         BE=max(32, triton.next_power_of_2(table.shape[0])),
         BLOCK=config.BYTES // store.itemsize,
+        SWAP=places is not None,
         TIMED=counts is not None and not launch.interpreted(),
         **config.options,
     )

@@ -45,12 +45,15 @@ _STORE_RULES = ("0 <= layer and (layer + 1) * E <= rows", "store.itemsize in (2,
     "0 <= layer < L",
     "T * K > 0 and (num_needed is None or num_needed >= 1)",
     ids="int [T, K]",
-    **{"state.slot_of": "int32 [L, E]"},
+    **{"state.slot_of": "int32 [L, E]", "state.place_of": "int32 [L, E]?"},
 )
 def cache_access(
     ids: torch.Tensor, state: ResidencyState, *, layer: int, num_needed: int | None = None
 ) -> torch.Tensor:
     """Make the experts resident that decode rows of one layer need -> tables [1 + waves, E] int32 of slots.
+
+    With `state.place_of` there are `waves` more rows. They hold the place in host memory of each expert that the wave
+    copies. The evicted expert goes to that place.
 
     ids [T, K] (int64 or int32) count from 0 within the layer, and -1 is masked. num_needed: a bound on the distinct
     ids, if known. Row 0 of the result holds the slots of resident experts. Row 1 + w holds the slots of the experts to
@@ -64,7 +67,9 @@ def cache_access(
     """
     num_experts = state.slot_of.shape[1]
     check_indices("cache_access", low=-1, high=num_experts, ids=ids)
-    tables = torch.full((1 + state.num_waves(ids, num_needed), num_experts), -1, dtype=torch.int32)
+    num_waves = state.num_waves(ids, num_needed)
+    num_rows = 1 + (num_waves if state.place_of is None else 2 * num_waves)
+    tables = torch.full((num_rows, num_experts), -1, dtype=torch.int32)
     needed = sorted({int(e) for e in ids.flatten()} - {-1})
     if not needed:
         return tables
@@ -103,6 +108,9 @@ def cache_access(
         counts[MISSES] += 1
         counts[EVICTED_PROTECTED if state.protected[victim] else EVICTED_PROBATION] += 1
         state.slot_of.view(-1)[state.keys[victim]] = -1
+        if state.place_of is not None:
+            tables[num_waves + wave, e] = state.place_of.view(-1)[state.keys[victim]] = state.place_of[layer, e]
+            state.place_of[layer, e] = -1
         state.keys[victim] = layer * num_experts + e
         slots[e] = tables[wave, e] = victim
         state.protected[victim] = 0
@@ -111,7 +119,13 @@ def cache_access(
     return tables
 
 
-@op("experts.gather_experts", *_STORE_RULES, **_STORE)
+@op(
+    "experts.gather_experts",
+    "0 <= layer and (places is not None or (layer + 1) * E <= rows)",
+    "store.itemsize in (2, 4)",
+    **_STORE,
+    places="int32 [E]?",
+)
 def gather_experts(
     store: torch.Tensor,
     table: torch.Tensor,
@@ -120,17 +134,22 @@ def gather_experts(
     *,
     layer: int,
     counts: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
 ) -> None:
     """Copy the experts of one layer that have a slot in `table` [E] int32 (-1: none) from host memory into it.
 
     store [L E, 2 I H + H I] holds one expert per row, gate_up's values before down's. For a GPU it is pinned host
-    memory. gate_up [S, 2 I, H] and down [S, H, I] are the slots, in the same dtype (fp32 or bf16). The time of the copy
-    is added to `counts` of a `ResidencyState`. There is no host sync: the launch returns at once for an empty table.
+    memory. gate_up [S, 2 I, H] and down [S, H, I] are the slots, in the same dtype (fp32 or bf16). With `places` [E]
+    int32 an expert lies in that row of the store, and the two experts change places. The time of the copy is added to
+    `counts` of a `ResidencyState`. There is no host sync: the launch returns at once for an empty table.
     """
     split = gate_up[0].numel()
     for expert, slot in enumerate(table.tolist()):
         if slot >= 0:
-            blob = store[layer * table.shape[0] + expert]
+            row = layer * table.shape[0] + expert if places is None else int(places[expert])
+            blob = store[row].clone()
+            if places is not None:
+                store[row] = torch.cat((gate_up[slot].flatten(), down[slot].flatten()))
             gate_up[slot] = blob[:split].view_as(gate_up[slot])
             down[slot] = blob[split:].view_as(down[slot])
 

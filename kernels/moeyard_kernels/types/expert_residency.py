@@ -25,6 +25,8 @@ class ResidencyState:
     ranks: [S] int64. protected: [S] int32, 1 after a hit of decode rows. uses: [L, E] int64. counts: [NUM_COUNTS]
     int64.
     sums: the table `SUMS`, int32.
+    place_of: [L, E] int32, the row of host memory that holds an expert without a slot; -1 for an expert with one. None:
+    host memory holds every expert, and its key is its row.
     """
 
     policy: PolicyName
@@ -35,6 +37,7 @@ class ResidencyState:
     uses: torch.Tensor
     counts: torch.Tensor
     sums: torch.Tensor
+    place_of: torch.Tensor | None = None
 
     @property
     def num_slots(self) -> int:
@@ -56,12 +59,25 @@ class ResidencyState:
         assert len(set(ranks)) == len(ranks), "two experts rank alike"
         assert min(ranks) >= 0, "a rank exceeds 63 bits"
         assert max(ranks) < 2**63 - 1, "an expert is still pinned"
+        if self.place_of is not None:
+            places = self.place_of.flatten().tolist()
+            assert all((place < 0) == (key in held) for key, place in enumerate(places)), "slots and places disagree"
+            assert sorted(place for place in places if place >= 0) == list(range(len(places) - len(held)))
 
 
 def start_residency(
-    policy: PolicyName, *, num_layers: int, num_experts: int, num_slots: int, device: torch.device
+    policy: PolicyName,
+    *,
+    num_layers: int,
+    num_experts: int,
+    num_slots: int,
+    device: torch.device,
+    one_copy: bool = False,
 ) -> ResidencyState:
-    """Return the initial state: the first experts of every layer have slots, and no expert was used."""
+    """Return the initial state: the first experts of every layer have slots, and no expert was used.
+
+    one_copy: host memory holds only experts without a slot (`place_of`).
+    """
     assert num_layers * num_experts <= 1 << KEY_BITS, f"{num_layers} x {num_experts} experts exceed a rank's key"
     held = slots_of_layers(num_slots, num_layers)
     keys = [layer * num_experts + expert for layer, count in enumerate(held) for expert in range(count)]
@@ -70,6 +86,8 @@ def start_residency(
     ranks = [idle_rank(k, uses=0) if policy == "slru" else lru_rank(k, visit=0, missed=False) for k in keys]
     counts = torch.zeros(NUM_COUNTS, dtype=torch.int64)
     counts[LAYER] = -1
+    place_of = torch.full_like(slot_of, -1)
+    place_of[slot_of < 0] = torch.arange(len(slot_of) - num_slots, dtype=torch.int32)
     return ResidencyState(
         policy=policy,
         slot_of=slot_of.view(num_layers, num_experts).to(device),
@@ -79,6 +97,7 @@ def start_residency(
         uses=torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device),
         counts=counts.to(device),
         sums=torch.tensor(SUMS, dtype=torch.int32, device=device),
+        place_of=place_of.view(num_layers, num_experts).to(device) if one_copy else None,
     )
 
 

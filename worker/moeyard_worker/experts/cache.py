@@ -54,6 +54,7 @@ class ExpertCache:
         use local ids.
     form: the layout of an expert in a slot.
     num_slots: at most the number of experts. If it is less, the backend's `stream_slots` are added for prompts.
+    all_on_host: whether a backend's host memory also holds the experts in slots.
     shared: whether other ranks may read the host memory that the backend keeps experts in (`lent`).
     captured: whether steps may be captured, in a fleet of one rank. Replayed steps do not call `run`, so the caller
         records them (`record`).
@@ -74,6 +75,7 @@ class ExpertCache:
         num_slots: int,
         policy: str = "slru",
         recorder: RoutingRecorder | None = None,
+        all_on_host: bool = False,
         shared: bool = False,
         captured: bool = False,
     ) -> None:
@@ -89,7 +91,7 @@ class ExpertCache:
         self._recorder, self._step, self._captured = recorder, 0, captured
         # Called with each layer's rows before they are computed, but not by a replayed graph.
         self.observer: Callable[[int, Dispatched], None] | None = None
-        self._expert_bytes, self._source = form.blob_bytes, source
+        self._expert_bytes, self._source, self._all_on_host = form.blob_bytes, source, all_on_host
         self._loaded = False
         self._slots = backend.expert_slots(num_slots=self.num_slots + self._num_passing, form=form)
         self._residency: ExpertResidency | None = None
@@ -100,6 +102,7 @@ class ExpertCache:
                 num_layers=len(layers),
                 num_experts=self._width,
                 num_slots=self.num_slots,
+                all_on_host=all_on_host,
                 shared=shared,
             )
         if self._residency is not None and len({len(each) for each in self._owned}) > 1:
@@ -255,7 +258,8 @@ class ExpertCache:
             self.stats.records_dropped = self._recorder.dropped
         if self._residency is not None and (wait or now >= self._looked + _LOOK_SECONDS):
             self._looked = now
-            self.stats.take(self._residency.counts(wait=wait), num_slots=self.num_slots, slot_bytes=self._slot_bytes)
+            counts, size = self._residency.counts(wait=wait), self._slot_bytes
+            self.stats.take(counts, num_slots=self.num_slots, slot_bytes=size, all_on_host=self._all_on_host)
         return self.stats
 
     def loads(self, rank: int) -> ExpertLoads | None:

@@ -17,6 +17,7 @@ class CacheStats:
     """Running totals for the metrics.
 
     bytes_copied: bytes written into slots, with the first filling.
+    bytes_to_host: bytes of evicted experts written into host memory.
     bytes_by_peers: those of them that other ranks read for this one. `bytes_for_peers`: read here for other ranks.
     stall_seconds: for each access with misses since the last drain, how long the host waited for copies.
     copy_seconds: total time of copies. On a GPU, the time of gathering misses of decode rows beside rows that hit.
@@ -27,6 +28,7 @@ class CacheStats:
 
     counters: Counters = field(default_factory=Counters)
     bytes_copied: int = 0
+    bytes_to_host: int = 0
     bytes_for_peers: int = 0
     bytes_by_peers: int = 0
     copy_seconds: float = 0.0
@@ -35,8 +37,11 @@ class CacheStats:
     expert_rows: dict[int, list[int]] = field(default_factory=dict)
     records_dropped: int | None = None
 
-    def take(self, counts: ResidencyCounts, *, num_slots: int, slot_bytes: int) -> None:
-        """Take over the totals of a device. `slot_bytes` are those of one slot."""
+    def take(self, counts: ResidencyCounts, *, num_slots: int, slot_bytes: int, all_on_host: bool) -> None:
+        """Take over the totals of a device. `slot_bytes` are those of one slot.
+
+        all_on_host: host memory holds the evicted experts already.
+        """
         counters = self.counters
         for i, segment in enumerate(SEGMENTS):
             counters.hits[segment, "decode"] = counts.decode_hits[i]
@@ -47,6 +52,7 @@ class CacheStats:
         self.copy_seconds = counts.gather_seconds
         self.bytes_for_peers, self.bytes_by_peers = counts.bytes_for_peers, counts.bytes_by_peers
         self.bytes_copied = (num_slots + counters.num_misses) * slot_bytes
+        self.bytes_to_host = 0 if all_on_host else counters.num_evictions * slot_bytes
 
 
 class Counting:

@@ -196,6 +196,7 @@ class WorkerMetrics:
         for (segment, kind), count in counters.evictions.items():
             self._advance("expert_cache_evictions", count, segment, kind)
         self._advance("expert_cache_bytes", stats.bytes_copied, "to_slot")
+        self._advance("expert_cache_bytes", stats.bytes_to_host, "to_host")
         self._advance("expert_cache_bytes", stats.bytes_for_peers, "for_peers")
         self._advance("expert_cache_bytes", stats.bytes_by_peers, "by_peers")
         self._advance("expert_copy_seconds", stats.copy_seconds)

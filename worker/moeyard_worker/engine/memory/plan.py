@@ -284,12 +284,15 @@ def plan_memory(
             raise
         raise ValueError(f"{error} (beside {format_size(kv)} of KV and {reserve})") from None
     partial = slots < num_local_experts
-    host_bytes = num_local_experts * expert_bytes if partial and footprints.HOST_EXPERTS else 0
+    those, num_on_host = "the others", num_local_experts - slots
+    if config.all_experts_on_host:
+        those, num_on_host = "all", num_local_experts
+    host_bytes = num_on_host * expert_bytes if partial and footprints.HOST_EXPERTS else 0
     if host_available is not None and host_bytes + grammars > host_available * (1 - MARGIN_SHARE):
         raise ValueError(
-            f"{slots} of {num_local_experts} experts have slots, so that all need {format_size(host_bytes)} of host "
-            f"memory, but this host has {format_size(host_available)} for this worker; use a host with more memory, or "
-            "raise --expert-slots or lower --kv-memory until all have slots"
+            f"{slots} of {num_local_experts} experts have slots, so that {those} need {format_size(host_bytes)} of "
+            f"host memory, but this host has {format_size(host_available)} for this worker; use a host with more "
+            "memory, or raise --expert-slots or lower --kv-memory until all have slots"
         )
     held_bytes = slot_bytes(
         slots, expert_bytes=expert_bytes, num_experts=num_local_experts, stream_slots=footprints.STREAM_SLOTS
@@ -310,7 +313,7 @@ def plan_memory(
             *_slot_reasons(config, slots_bytes, num_snapshots, snapshot_bytes, by_position=state.by_position),
             f"{num_pages} KV pages, {format_size(kv)}, for sequences of up to {max_model_len} tokens",
             f"{slots} of {num_local_experts} experts in slots, {format_size(held_bytes)}"
-            + (f", and all in {format_size(host_bytes)} of pinned host memory" if host_bytes else ""),
+            + (f", and {those} in {format_size(host_bytes)} of pinned host memory" if host_bytes else ""),
         ),
     )
 
