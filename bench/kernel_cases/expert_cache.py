@@ -39,6 +39,9 @@ def cases() -> Iterator[Case]:
             yield _gather_case(f"{name} {count} experts", hidden, inner, count, gather_experts.CONFIGS[0])
         for config in gather_experts.CONFIGS[1:]:
             yield _gather_case(f"{name} 8 experts, {config.PROGRAMS} x {config.BYTES}", hidden, inner, 8, config)
+        for config in gather_experts.CONFIGS:
+            shape = f"{name} 8 experts exchanged, {config.PROGRAMS} x {config.BYTES}"
+            yield _gather_case(shape, hidden, inner, 8, config, exchanged=True)
 
 
 def _access(ids: torch.Tensor, state: ResidencyState, *, layer: int) -> torch.Tensor:
@@ -76,11 +79,16 @@ def _gather(
     down: torch.Tensor,
     counts: torch.Tensor,
     config: gather_experts.GatherConfig,
+    places: torch.Tensor | None,
 ) -> None:
-    gather_experts.gather_experts(pinned.memory, table, gate_up, down, layer=0, counts=counts, config=config)
+    given: Any = {"counts": counts, "places": places, "config": config}
+    gather_experts.gather_experts(pinned.memory, table, gate_up, down, layer=0, **given)
 
 
-def _gather_case(shape: str, hidden: int, inner: int, count: int, config: gather_experts.GatherConfig) -> Case:
+def _gather_case(
+    shape: str, hidden: int, inner: int, count: int, config: gather_experts.GatherConfig, *, exchanged: bool = False
+) -> Case:
+    """Copy `count` experts into slots. exchanged: what the slots held goes to host memory."""
     pinned = Pinned(16, 3 * inner * hidden)
     gate_up = torch.zeros(16, 2 * inner, hidden, dtype=torch.bfloat16, device="cuda")
     down = torch.zeros(16, hidden, inner, dtype=torch.bfloat16, device="cuda")
@@ -88,19 +96,25 @@ def _gather_case(shape: str, hidden: int, inner: int, count: int, config: gather
     table[:count] = torch.arange(count, dtype=torch.int32) + 3
     table = table.to("cuda")
     counts = torch.zeros(NUM_COUNTS, dtype=torch.int64, device="cuda")
+    places = torch.arange(16, dtype=torch.int32, device="cuda") if exchanged else None
 
     def prove() -> None:
-        _gather(pinned, table, gate_up.zero_(), down.zero_(), counts, config)
+        pinned.memory.fill_(1.5)
+        _gather(pinned, table, gate_up.zero_(), down.zero_(), counts, config, places)
+        torch.cuda.synchronize()
+        for place in range(16):
+            kept = 0.0 if exchanged and place < count else 1.5
+            assert bool((pinned.memory[place] == kept).all()), (config, place)
         for slot in range(16):
             filled = 1.5 if 3 <= slot < 3 + count else 0.0
             assert bool((gate_up[slot] == filled).all() & (down[slot] == filled).all()), (config, slot)
 
     num_bytes = count * 3 * inner * hidden * 2
-    default = config is gather_experts.CONFIGS[0]
+    default = config is gather_experts.CONFIGS[0] and not exchanged
     return Case(
         op="gather_experts",
         shape=shape,
-        run=partial(_gather, pinned, table, gate_up, down, counts, config),
+        run=partial(_gather, pinned, table, gate_up, down, counts, config, places),
         prove=prove,
         num_bytes=num_bytes,
         # 48 GB/s, or little more than a launch if there is nothing to do.
