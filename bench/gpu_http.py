@@ -25,10 +25,13 @@ from pathlib import Path
 
 import uvloop
 
+from moeyard.clients.bench.bench_config import ENGINE_OPTIONS
 from moeyard.clients.bench.engine import engine_config
 from moeyard.clients.bench.scenarios import Decode
+from moeyard.options import add_options
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
+from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.shapes import SHAPES, served_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -146,14 +149,12 @@ async def measure(args: argparse.Namespace, host: str, port: int, metrics: str, 
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
-    parser.add_argument("--shape", choices=SHAPES, default="Qwen3-30B-A3B")
-    parser.add_argument("--layers", type=int)
+    add_options(parser, EngineConfig, only=ENGINE_OPTIONS, choices={"shape": tuple(SHAPES)})
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--device", default="cuda")
-    args = parser.parse_args(
-        namespace=argparse.Namespace(model=None, dtype="auto", enforce_eager=False, expert_policy="slru", chunk=None)
-    )
+    parser.set_defaults(model=None, chunk=None, shape="Qwen3-30B-A3B")
+    args = parser.parse_args()
     vocab = SHAPES[args.shape]["vocab_size"]
     # With an empty Triton cache a worker may take more than a minute to start.
     tests.fleet.CALL_SECONDS = 300.0

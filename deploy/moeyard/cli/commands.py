@@ -10,7 +10,7 @@ from typing import NoReturn
 
 from moeyard import __version__
 from moeyard.cli.parser import Parser, fail
-from moeyard.clients.bench.bench_config import EngineBenchConfig, ServerBenchConfig
+from moeyard.clients.bench.bench_config import ENGINE_OPTIONS, EngineBenchConfig, ServerBenchConfig
 from moeyard.clients.target_config import add_target_arguments
 from moeyard.entry import INTERRUPTED, leave, load
 from moeyard.local.model_source import weights_source
@@ -91,8 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     engine = subjects.add_parser("engine", help="latencies and rates of one engine, without router, sockets and peers")
     engine.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL} (or --shape)")
     add_options(engine, ServeConfig, only=("revision",))
-    shared = ("shape", "num_layers", "quantization", "weights", "dtype", "enforce_eager", "expert_policy")
-    add_options(engine, EngineConfig, only=shared, choices={"shape": tuple(SHAPES)})
+    add_options(engine, EngineConfig, only=ENGINE_OPTIONS, choices={"shape": tuple(SHAPES)})
     add_options(engine, EngineBenchConfig)
     engine.set_defaults(run=Late("moeyard.clients.bench.engine", "bench_engine", on_cpu=True))
 

@@ -12,6 +12,10 @@ from moeyard_worker.options import option
 
 _ROWS = f"{DEFAULTS['max_batch_tokens']}; on a GPU {DEVICE_DEFAULTS['cuda']['max_batch_tokens']}"
 
+# Options of `EngineConfig` that `moeyard bench engine` takes.
+_SHARED = ("shape", "num_layers", "quantization", "weights", "dtype", "enforce_eager")
+ENGINE_OPTIONS = (*_SHARED, "expert_policy", "expert_host_store")
+
 
 def json_object(text: str) -> dict[str, Any]:
     """A JSON object. Raises ValueError."""

@@ -276,6 +276,7 @@ def engine_config(args: argparse.Namespace, wanted: Sequence[Scenario]) -> Engin
         async_scheduling=usual["async_scheduling"],
         enforce_eager=args.enforce_eager,
         expert_policy=args.expert_policy,
+        expert_host_store=args.expert_host_store,
         # Replaced below: what a page takes is known of the model.
         kv_memory=1,
     )
