@@ -131,7 +131,7 @@ def test_limit_clamps_gates_and_ups(block_rows: int, dtype: torch.dtype) -> None
     reference = ops.grouped_gemm(case.x.cpu(), case.gate_up.cpu(), case.down.cpu(), cpu, top_k=2, limit=0.7)
     assert relative_error(y.cpu(), reference.double()) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
     assert relative_error(case.run(block_rows).view(6, 40).cpu(), reference.double()) > 0.05
-    with pytest.raises(ValueError, match="limit 0.0, expected limit is None or limit > 0"):
+    with pytest.raises(ValueError, match=r"limit 0\.0, expected limit is None or limit > 0"):
         ops.grouped_gemm(case.x, case.gate_up, case.down, layout, top_k=2, limit=0.0)
 
 
