@@ -1,8 +1,9 @@
 """Triton: the rows that a block reads from residual streams, and how the streams are mixed after the block.
 
 A program takes one row with all streams, in a tile that depends on H only. It adds the sums of splits in order
-(`hyper_sums`). With few rows another program computes post and comb of the row, because the normalisation of comb is a
-chain of 40 dependent steps. Both programs compute the row's mean square by the same tree.
+(`hyper_sums`). If there are many splits, another program computes post and comb of the row. The normalisation of comb
+is a chain of 40 dependent steps, and few rows have no other work meanwhile. Both compute the mean square by the same
+tree.
 """
 
 import torch
@@ -14,9 +15,6 @@ from moeyard_kernels.common.launch import MAX_GRID_X, finish, new_output
 from moeyard_kernels.common.rounding import round_to
 from moeyard_kernels.elementwise.rms_norm import normed
 from moeyard_kernels.types.layers import HyperLayer, HyperMix
-
-# Up to this many rows, two programs share a row. They fill the 132 multiprocessors of an H200 once.
-FEW_ROWS = 64
 
 
 @triton.jit
@@ -119,7 +117,7 @@ def hyper_rows(
     """
     num_rows, count, hidden = streams.shape
     num_sums = sums.shape[2]
-    apart = num_sums > count and (num_rows <= FEW_ROWS if apart is None else apart)
+    apart = num_sums > count and (sums.shape[0] > 1 if apart is None else apart)
     if 2 * num_rows > MAX_GRID_X:
         raise ValueError(f"hyper_connections: {list(streams.shape)} exceeds the grid of a GPU")
     rows = new_output(num_rows, hidden, like=streams)

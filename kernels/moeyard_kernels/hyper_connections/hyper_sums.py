@@ -20,7 +20,7 @@ import triton.language as tl
 from moeyard_kernels.common.checks import check_layout
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, MAX_GRID_Y, finish, new_output
-from moeyard_kernels.common.rounding import product, round_to
+from moeyard_kernels.common.rounding import opaque, product, round_to
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.elementwise.scale_rows import scaled
 from moeyard_kernels.types.layers import HyperLayer, HyperMix
@@ -38,18 +38,24 @@ class SumsConfig(Config):
     APART: bool
 
 
+# Tiles that ptxas builds without spilling registers.
 CONFIGS = (
-    *(SumsConfig(BM=rows, APART=True, num_warps=4, num_stages=1) for rows in (16, 32, 64)),
-    *(SumsConfig(BM=rows, APART=False, num_warps=4, num_stages=stages) for rows in (16, 32, 64) for stages in (1, 2)),
-    *(SumsConfig(BM=rows, APART=False, num_warps=8, num_stages=stages) for rows in (32, 64) for stages in (1, 2)),
+    SumsConfig(BM=16, APART=True, num_warps=4, num_stages=1),
+    SumsConfig(BM=64, APART=True, num_warps=8, num_stages=1),
+    *(SumsConfig(BM=16, APART=False, num_warps=4, num_stages=stages) for stages in (1, 2)),
+    *(SumsConfig(BM=64, APART=False, num_warps=8, num_stages=stages) for stages in (1, 2)),
 )
+# Up to this many parts of a result, a second stage fits the shared memory of a Hopper GPU.
+_STAGED_PARTS = 6
 
 
-def default_config(num_rows: int) -> SumsConfig:
+def default_config(num_rows: int, top_k: int) -> SumsConfig:
     """Return the config of any H, chosen without measurements: sums of splits cost 6 KB a row, rows share weights."""
-    if num_rows > 2048:
-        return SumsConfig(BM=32, APART=False, num_warps=4, num_stages=1)
-    return SumsConfig(BM=16 if num_rows <= 64 else 32, APART=True, num_warps=4, num_stages=1)
+    if num_rows <= 64:
+        return CONFIGS[0]
+    if num_rows <= 2048:
+        return CONFIGS[1]
+    return CONFIGS[5 if top_k <= _STAGED_PARTS else 4]
 
 
 @triton.jit
@@ -127,7 +133,8 @@ def _split(
                 b_y = tl.fma(tl.broadcast_to(b_comb[:, None], m_x.shape), b_xs[j].to(tl.float32), b_y)  # type: ignore[misc]
             b_y = round_to(b_y, DTYPE)
             tl.store(p_out + (o_r * S + k)[:, None] * H + o_h[None, :], b_y.to(p_out.dtype.element_ty), mask=m_x)
-            b_y = b_y.to(DTYPE)
+            # Otherwise Triton computes all of this in the layout of the product's operand, which warps share.
+            b_y = opaque(b_y.to(DTYPE), DTYPE)
         else:
             b_y = b_xs[k]  # type: ignore[misc]
         if PIECES > 0:
@@ -199,7 +206,8 @@ def hyper_sums(
     check_layout(op, streams=streams, weight=pieces, result=result, weights=weights, shared=shared)
     if site is not None:
         check_layout(op, base=site.base, scale=site.scale, norm=site.norm)
-    config = config or default_config(0 if site is None else num_rows)
+    top_k = 0 if weights is None else weights.shape[1]
+    config = config or default_config(0 if site is None else num_rows, top_k)
     num_sums, splits = pieces.shape[1], triton.cdiv(hidden, COLUMNS)
     grid = triton.cdiv(num_rows, config.BM), splits if config.APART else 1
     if count & (count - 1) or grid[0] > MAX_GRID_X or grid[1] > MAX_GRID_Y:
@@ -224,7 +232,7 @@ def hyper_sums(
             S=count,
             M=num_sums,
             PIECES=pieces.shape[0],
-            K=0 if weights is None else weights.shape[1],
+            K=top_k,
             HAS_SHARED=shared is not None,
             GATED=shared_gate is not None,
             LEAVES=result is not None,
