@@ -120,6 +120,21 @@ def test_against_float64_and_the_reference(T: int, K: int, E: int, H: int, I: in
         assert torch.equal(bits(case.run(128).view(T * K, H)), bits(y))
 
 
+@DTYPES
+@pytest.mark.parametrize("block_rows", [0, 16])
+def test_limit_clamps_gates_and_ups(block_rows: int, dtype: torch.dtype) -> None:
+    case = Experts(3, 2, 4, 40, 24, dtype=dtype, exact=False)
+    case.x *= 3
+    layout = case.layout() if block_rows else case.pairs(case.topk_ids)
+    y = triton_kernel.grouped_gemm(case.x, case.gate_up, case.down, layout, top_k=2, limit=0.7)
+    cpu = ops.expert_layout(case.topk_ids.cpu(), case.slot_of_expert.cpu(), num_slots=4, block_rows=16)
+    reference = ops.grouped_gemm(case.x.cpu(), case.gate_up.cpu(), case.down.cpu(), cpu, top_k=2, limit=0.7)
+    assert relative_error(y.cpu(), reference.double()) < (1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert relative_error(case.run(block_rows).view(6, 40).cpu(), reference.double()) > 0.05
+    with pytest.raises(ValueError, match=r"limit 0\.0, expected limit is None or limit > 0"):
+        ops.grouped_gemm(case.x, case.gate_up, case.down, layout, top_k=2, limit=0.0)
+
+
 @pytest.mark.parametrize("block_rows", [0, 16, 128])
 def test_one_slot_may_have_any_stride(block_rows: int) -> None:
     """The stride may be that of a wider tensor, and need not be a multiple of 16 bytes. Torch calls it contiguous."""

@@ -32,6 +32,20 @@ def run_kernel(x: torch.Tensor, config: RowConfig | None = None) -> torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("limit", [0.3, 2.0])
+def test_kernel_clamps_gates_above_and_ups_on_both_sides(limit: float, dtype: torch.dtype) -> None:
+    x = (torch.randn(5, 66) * 4).to(DEVICE, dtype)
+    x[0, 0] = x[1, 33] = float("nan")
+    y = triton_kernel.silu_mul(x, limit)
+    gate, up = x[:, :33].clamp(max=limit), x[:, 33:].clamp(-limit, limit)
+    assert torch.equal(y.nan_to_num(7.0), run_kernel(torch.cat((gate, up), 1)).nan_to_num(7.0))
+    assert y[0, 0].isnan()
+    assert y[1, 0].isnan()
+    reference = ops.silu_mul(x.cpu(), limit)
+    torch.testing.assert_close(y.cpu(), reference, rtol=2.0**-7, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("dim", [1, 33, 512])
 def test_kernel_values_and_rows(dim: int, dtype: torch.dtype) -> None:
     count = 5 if DEVICE == "cpu" else 4096

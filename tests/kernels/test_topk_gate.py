@@ -1,4 +1,4 @@
-"""The gates against the Hugging Face routers of four families."""
+"""The gates against the Hugging Face routers of four families, and the kernel against the reference."""
 
 from functools import partial
 
@@ -144,6 +144,7 @@ GATES = {
         },
     ),
     "all": (5, {"top_k": 5, "scoring": "sigmoid", "renormalize": False}),
+    "v4": (256, {"top_k": 6, "scoring": "sqrtsoftplus", "renormalize": True, "scaling": 1.5}),
 }
 
 
@@ -163,7 +164,7 @@ def test_rows_may_be_slices_of_wider_ones(name: str) -> None:
 @pytest.mark.parametrize("name", GATES)
 def test_kernel_agrees_with_the_reference(name: str) -> None:
     num_experts, gate = GATES[name]
-    if gate["scoring"] == "sigmoid":
+    if gate["scoring"] != "softmax":
         gate = {**gate, "bias": torch.randn(num_experts) * 0.2}
     logits = torch.randn(6 if DEVICE == "cpu" else 4096, num_experts) * 3
     weights, ids = run_kernel(logits, **gate)
@@ -178,7 +179,7 @@ def test_kernel_agrees_with_the_reference(name: str) -> None:
     assert run_kernel(logits[:0], **gate)[1].shape == (0, gate["top_k"])
 
 
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_kernel_takes_the_lowest_id_among_equals(scoring: str) -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.0, 2.0, -1.0, 0.0]])
     gate = {"scoring": scoring, "renormalize": False}
@@ -193,6 +194,33 @@ def test_kernel_takes_the_lowest_id_among_equals(scoring: str) -> None:
     for chosen in ({}, {"bias": bias}):
         gate = {"top_k": 4, "scoring": scoring, "renormalize": False, **chosen}
         assert torch.equal(run_kernel(logits, **gate)[1], ops.topk_gate(logits, **gate)[1])
+
+
+def test_scores_of_sqrtsoftplus_are_exact() -> None:
+    """From logits whose score is tiny to those where softplus is the logit itself."""
+    logits = torch.cat((torch.linspace(-60, 60, 241), torch.linspace(-1, 1, 15)))[None]
+    gate = {"top_k": 256, "scoring": "sqrtsoftplus", "renormalize": False}
+    weights, ids = run_kernel(logits, **gate)
+    exact = torch.nn.functional.softplus(logits.double(), threshold=100).sqrt().gather(1, ids)
+    torch.testing.assert_close(weights.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("name", GATES)
+def test_given_ids_get_weights_and_are_counted(name: str) -> None:
+    """The ids that a gate chooses have its weights; others have their scores."""
+    num_experts, gate = GATES[name]
+    logits, entries = torch.randn(5, num_experts) * 3, [3, -1, 0, 7, 9]
+    weights, ids = run_kernel(logits, **gate)
+    assert torch.equal(run_kernel(logits, **gate, ids=ids)[0], weights)
+    given = torch.stack([torch.randperm(num_experts)[: gate["top_k"]] for _ in range(5)])
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=DEVICE)
+    weights, same = run_kernel(logits, **gate, ids=given, counts=counts, entries=torch.tensor(entries))
+    assert torch.equal(same, given)
+    assert torch.equal(counts.cpu(), chosen_by(given, entries, num_experts))
+    torch.testing.assert_close(weights, ops.topk_gate(logits, **gate, ids=given)[0], rtol=1e-6, atol=1e-30)
+    assert torch.equal(run_kernel(logits[3:4].clone(), **gate, ids=given[3:4])[0], weights[3:4])
+    assert run_kernel(logits[:0], **gate, ids=given[:0])[0].shape == (0, gate["top_k"])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "v2", "v3"])

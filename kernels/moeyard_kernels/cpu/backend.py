@@ -12,11 +12,12 @@ from moeyard_kernels.cpu.attention import CpuGqa, CpuMla
 from moeyard_kernels.cpu.compressed_attention import CpuCompressed
 from moeyard_kernels.cpu.experts import CpuExpertSlots
 from moeyard_kernels.cpu.footprint import STREAM_SLOTS
-from moeyard_kernels.cpu.hyper_connections import CpuHyperSite, leave
+from moeyard_kernels.cpu.hyper_connections import CpuHyperSite
 from moeyard_kernels.cpu.linear import linear, pack_matrix
 from moeyard_kernels.cpu.linear_attention import CpuGdn, CpuKda
 from moeyard_kernels.cpu.plan import CpuPlan, pad_rows
 from moeyard_kernels.ops.elementwise import rows_apart
+from moeyard_kernels.ops.hyper_connections import write_streams
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import Chosen, ExpertParts, no_choice
@@ -129,5 +130,5 @@ class CpuBackend:
     ) -> tuple[torch.Tensor, torch.Tensor, HyperMix | None]:
         if isinstance(result, ExpertParts):
             result = self._reduced(result, plan)
-        streams = leave(result, streams, mix)
+        streams = write_streams(result, streams, mix)
         return streams, *site.enter(streams)

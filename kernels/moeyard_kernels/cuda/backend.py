@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 import torch
 
 from moeyard_kernels import ops
+from moeyard_kernels.backend import HyperSite
 from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.capturing import capture, capture_while_serving, compile_ahead, without_collection
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.cuda.footprint import NO_COMPRESSED, STREAM_SLOTS
 from moeyard_kernels.cuda.gate import CudaGate, GateCounts
+from moeyard_kernels.cuda.hyper_connections import CudaHyperSite, write_streams
 from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.residency import CudaResidency
@@ -24,7 +26,7 @@ from moeyard_kernels.ops.op import load
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import ExpertParts
-from moeyard_kernels.types.layers import CompressedLayer, GateLayer, GdnLayer, GqaLayer, HyperLayer, KdaLayer, MlaLayer
+from moeyard_kernels.types.layers import CompressedLayer, GateLayer, GdnLayer, GqaLayer, HyperMix, KdaLayer, MlaLayer
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step import StepRows
 from moeyard_kernels.types.step_size import StepSize
@@ -44,6 +46,7 @@ class CudaBackend:
     mla_split_qkv_a_norm = staticmethod(ops.mla_split_qkv_a_norm)
     silu_mul = staticmethod(ops.silu_mul)
     sigmoid_mul = staticmethod(ops.sigmoid_mul)
+    hyper_site = staticmethod(CudaHyperSite)
     sample = staticmethod(ops.sample)
     token_logprobs = staticmethod(ops.token_logprobs)
     # For captured steps: see `capturing`.
@@ -137,11 +140,18 @@ class CudaBackend:
     def compressed(self, layer: CompressedLayer) -> NoReturn:
         raise ValueError(NO_COMPRESSED)
 
-    def hyper_site(self, layer: HyperLayer) -> NoReturn:
-        raise ValueError(NO_COMPRESSED)
-
-    def hyper_leave(self, *_: object) -> NoReturn:
-        raise ValueError(NO_COMPRESSED)
+    def hyper_leave(
+        self,
+        result: torch.Tensor | ExpertParts,
+        streams: torch.Tensor,
+        mix: HyperMix,
+        site: HyperSite,
+        plan: CudaPlan,
+    ) -> tuple[torch.Tensor, torch.Tensor, HyperMix | None]:
+        if isinstance(site, CudaHyperSite):
+            return site.leave(result, streams, mix)
+        streams = write_streams(result, streams, mix)
+        return streams, *site.enter(streams)
 
     def expert_slots(self, *, num_slots: int, form: ExpertForm) -> CudaExpertSlots:
         return CudaExpertSlots(num_slots=num_slots, form=form, device=self.device)

@@ -79,7 +79,7 @@ class CudaExpertRun:
             return
         slots, received, layout = self._slots, self._received, self._layout(slot_of_expert)
         top_k, window = self.experts.shape[1], received.result_window
-        given: Any = {"top_k": top_k, "out": self._out, "home": window}
+        given: Any = {"top_k": top_k, "limit": slots.form.limit, "out": self._out, "home": window}
         if slots.tiled:
             ops.grouped_gemm_packed(received.rows, slots.gate_up, slots.down, layout, **given)
         else:

@@ -74,6 +74,7 @@ class GateCounts:
 class CudaGate:
     """The gate of one layer.
 
+    A layer with a table finds the experts of its rows by token ids, on the device.
     fp32 logits of bf16 rows: if the weight's values are bf16, as in bf16 checkpoints, both operands stay bf16 and only
     the sums are fp32. Their products are exact either way, and a GPU's fp32 product is 20 times slower.
     """
@@ -92,7 +93,9 @@ class CudaGate:
         rounded = weight.to(layer.dtype if self._fp32_logits else weight.dtype)
         self._weight = rounded if torch.equal(rounded.to(weight.dtype), weight) else weight
         self._rule, self._bias, self._arguments = rule, layer.bias, asdict(rule)
-        self._defers = rule.top_k <= FEW_PAIRS
+        # A lookup takes no time to hide, and the experts' launches have no scores by sqrt(softplus).
+        self._defers = rule.top_k <= FEW_PAIRS and layer.table is None and rule.scoring != "sqrtsoftplus"
+        self._table = None if layer.table is None else layer.table.long()
         # The shared experts' first product then joins the router's launch, because the operands are alike.
         self.computes_shared = (
             shared is not None
@@ -100,7 +103,7 @@ class CudaGate:
             and self._defers
             and can_share(shared[1].shape[1])
         )
-        self._shared = shared if self.computes_shared else None
+        self._shared, self._limit = shared if self.computes_shared else None, layer.limit
 
     def choose(self, x: torch.Tensor, plan: CudaPlan, *, defer: bool) -> Chosen:
         if not plan.num_rows:
@@ -111,7 +114,7 @@ class CudaGate:
         if defer and self._shared is not None:
             gate_up, down = self._shared
             logits, y = ops.linear_pair(rows, self._weight, gate_up.data, static_weight=True, out_dtype=out_dtype)
-            shared = SharedRow(gate_up=y, down=down.data, out=torch.empty_like(x))
+            shared = SharedRow(gate_up=y, down=down.data, out=torch.empty_like(x), limit=self._limit)
         else:
             logits = ops.linear(rows, self._weight, static_weight=True, out_dtype=out_dtype)
         counted = {"counts": self._counts, "entries": plan.entries} if self._choices.on else {}
@@ -124,5 +127,6 @@ class CudaGate:
                 rule=self._rule, logits=logits, bias=self._bias, weights=weights, ids=ids, shared=shared, **counted
             )
             return Chosen(weights=weights, ids=ids, shared_gate=shared_gate, deferred=later)
-        weights, ids = ops.topk_gate(logits, **self._arguments, bias=self._bias, **counted)
+        given = None if self._table is None else self._table.index_select(0, plan.token_ids)
+        weights, ids = ops.topk_gate(logits, **self._arguments, bias=self._bias, ids=given, **counted)
         return Chosen(weights=weights, ids=ids, shared_gate=shared_gate)

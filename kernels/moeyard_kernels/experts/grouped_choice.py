@@ -27,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.elementwise.silu_mul import rounded_limit
 from moeyard_kernels.experts.grouped_configs import SLICE, STEP, slice_fits, slices_of_choice
 from moeyard_kernels.types.expert_layout import ExpertPairs
 from moeyard_kernels.types.gate import TokenChoice
@@ -122,10 +123,19 @@ def write_choice(
 
 
 @gluon.jit
+def limited(b_gate, b_up, LIMIT: gl.constexpr):
+    """Return gates and ups within LIMIT, as `silu_mul`."""
+    if LIMIT:
+        b_gate = gl.where(b_gate > LIMIT, LIMIT, b_gate)
+        b_up = gl.where(b_up > LIMIT, LIMIT, gl.where(b_up < -LIMIT, -LIMIT, b_up))
+    return b_gate, b_up
+
+
+@gluon.jit
 def expert_choice_kernel(
     p_logits, p_bias, p_slots, d_x, d_w, p_h, N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr,
     SUB: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, E: gl.constexpr, SOFTMAX: gl.constexpr,
-    HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
+    HAS_BIAS: gl.constexpr, L_E: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Compute BN values of the token's h for one expert: h [BLOCK K, N], the first row of each block.
 
@@ -188,7 +198,7 @@ def expert_choice_kernel(
     L_S: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2], [1, 4, 8, 1], [1, 4, 1, 1], [3, 2, 1, 0])
     b_both = gl.permute(gl.reshape(b_acc, [_WIDTH // ROWS, 2, BN, _ROWS]), (0, 2, 3, 1))
     b_gate, b_up = gl.split(gl.convert_layout(b_both, L_S))
-    b_gate, b_up = b_gate.to(DT).to(gl.float32), b_up.to(DT).to(gl.float32)
+    b_gate, b_up = limited(b_gate.to(DT).to(gl.float32), b_up.to(DT).to(gl.float32), LIMIT)
     b_y = (b_gate / (1.0 + gl.exp(-b_gate))).to(DT).to(gl.float32) * b_up
     L_R: gl.constexpr = b_y.type.layout
     o_g = gl.arange(0, _WIDTH // ROWS, gl.SliceLayout(1, gl.SliceLayout(2, L_R)))
@@ -222,10 +232,12 @@ def can_choose(choice: TokenChoice, gate_up: torch.Tensor, down: torch.Tensor) -
     """Return whether both products of one token can make the choice; otherwise `topk_gate` makes it first.
 
     They match `topk_gate`'s bits for a multiple of 16 experts, without groups, and if one warp can hold the chosen
-    ones.
+    ones. They have no scores by sqrt(softplus).
     """
     rule, num_experts = choice.rule, choice.logits.shape[1]
     if not launch.on_hopper(gate_up) or rule.topk_groups < rule.num_groups or num_experts % 16 or rule.top_k > 32:
+        return False
+    if rule.scoring == "sqrtsoftplus":
         return False
     inner, hidden = down.shape[2], gate_up.shape[2]
     aligned = all(x.data_ptr() % 16 == 0 for x in (gate_up, down, choice.logits))
@@ -233,7 +245,9 @@ def can_choose(choice: TokenChoice, gate_up: torch.Tensor, down: torch.Tensor) -
     return aligned and whole and slices_of_choice(rule.top_k, hidden=hidden, inner=inner) is not None
 
 
-def choose_and_gate_up(x: torch.Tensor, gate_up: torch.Tensor, pairs: ExpertPairs, h: torch.Tensor) -> None:
+def choose_and_gate_up(
+    x: torch.Tensor, gate_up: torch.Tensor, pairs: ExpertPairs, h: torch.Tensor, limit: float | None
+) -> None:
     """Compute h [K block_rows, I] of the experts that x [1, H] chooses, if `can_choose` allows it."""
     choice, num_slots, inner, hidden = pairs.choice, gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
     assert choice is not None, "the experts are already chosen"
@@ -254,6 +268,7 @@ def choose_and_gate_up(x: torch.Tensor, gate_up: torch.Tensor, pairs: ExpertPair
         SUB=tile.steps,
         STAGES=tile.stages,
         BLOCK=pairs.block_rows,
+        LIMIT=rounded_limit(limit, x.dtype),
         num_warps=4,
         enable_fp_fusion=False,
         **choice_arguments(choice),

@@ -26,7 +26,7 @@ from moeyard_kernels.common import launch, tuning
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.rounding import product, round_to, stored_as
 from moeyard_kernels.common.tile_order import place
-from moeyard_kernels.elementwise.silu_mul import silu_mul_values
+from moeyard_kernels.elementwise.silu_mul import rounded_limit, silu_mul_values
 from moeyard_kernels.experts.grouped_choice import choose_and_gate_up
 from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
 from moeyard_kernels.experts.grouped_configs import (
@@ -80,7 +80,7 @@ def _block_of_pair(p_ids, p_slot_of_expert, i_p, P, BP: tl.constexpr, BM: tl.con
 def _expert_tile(
     p_a, p_w, d_w, b_pair, p_out, p_table, p_state, i_slot, i_row, i_n, N: tl.constexpr, K: tl.constexpr,
     TOP_K: tl.constexpr, WORLD: tl.constexpr, HOME: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, FEW: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, FEW: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Compute rows [i_row, i_row + BM) of pairs b_pair by outputs [i_n BN, i_n BN + BN), for the expert in i_slot.
 
@@ -123,7 +123,7 @@ def _expert_tile(
         else:
             b_acc = tl.permute(tl.reshape(b_acc, [BM, 2, BN]), (0, 2, 1))
         b_gate, b_up = tl.split(b_acc)
-        b_y = silu_mul_values(round_to(b_gate, DTYPE), round_to(b_up, DTYPE), DTYPE)
+        b_y = silu_mul_values(round_to(b_gate, DTYPE), round_to(b_up, DTYPE), DTYPE, LIMIT)
         # The interpreter stores h in fp32, so round here.
         b_y = round_to(b_y, DTYPE)
         p_row = p_out + o_r * N
@@ -141,7 +141,7 @@ def _expert_kernel(
     p_a, p_w, d_w, p_pairs, p_slots, p_num_blocks, P, p_out, p_table, p_state, N: tl.constexpr, K: tl.constexpr,
     TOP_K: tl.constexpr, WORLD: tl.constexpr, HOME: tl.constexpr, GATED: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, HALVES: tl.constexpr,
-    GROUP: tl.constexpr, BP: tl.constexpr,
+    GROUP: tl.constexpr, BP: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Compute one block of BM rows by BN outputs. GATED: gather a's rows and store h [rows, N].
 
@@ -176,14 +176,14 @@ def _expert_kernel(
         b_half = tl.load(p_pairs + i_row + tl.arange(0, BM // 2))
         _expert_tile(
             p_a, p_w, d_w, b_half, p_out, p_table, p_state, i_slot, i_row, i_n, N, K, TOP_K, WORLD, HOME, GATED,
-            BM // 2, BN, BK, SWAP, TMA, BP > 0,
+            BM // 2, BN, BK, SWAP, TMA, BP > 0, LIMIT,
         )  # fmt: skip
         return
     if not BP:
         b_pair = tl.load(p_pairs + i_row + tl.arange(0, BM))
     _expert_tile(
         p_a, p_w, d_w, b_pair, p_out, p_table, p_state, i_slot, i_row, i_n, N, K, TOP_K, WORLD, HOME, GATED, BM, BN,
-        BK, SWAP, TMA, BP > 0,
+        BK, SWAP, TMA, BP > 0, LIMIT,
     )  # fmt: skip
 
 
@@ -205,6 +205,7 @@ def _launch(
     top_k: int,
     config: AnyConfig,
     home: PeerWindow | None = None,
+    limit: float | None = None,
 ) -> None:
     """Run one product. top_k is 0 for the second, whose results may go to `home` instead of out."""
     num_out, dim = w.shape[1] // (2 if top_k else 1), w.shape[2]
@@ -252,6 +253,7 @@ def _launch(
         HALVES=config.HALVES and layout.block_rows >= 64,
         GROUP=1 if padded else config.GROUP,
         BP=padded,
+        LIMIT=rounded_limit(limit, w.dtype),
         **options,
     )
 
@@ -278,10 +280,12 @@ def gate_up_rows(
     *,
     top_k: int,
     out: torch.Tensor,
+    limit: float | None = None,
     config: AnyConfig | None = None,
 ) -> torch.Tensor:
     """Run the first launch: write the rows of pairs in h [rows of the layout, I]."""
-    _launch(x, gate_up, out, layout, top_k, config or _config(gate_up, layout, "gate_up", gate_up.shape[1] // 2))
+    config = config or _config(gate_up, layout, "gate_up", gate_up.shape[1] // 2)
+    _launch(x, gate_up, out, layout, top_k, config, limit=limit)
     return out
 
 
@@ -306,6 +310,7 @@ def grouped_gemm(
     layout: ExpertLayout | ExpertPairs,
     *,
     top_k: int,
+    limit: float | None = None,
     out: torch.Tensor | None = None,
     home: PeerWindow | None = None,
     configs: tuple[ExpertConfig | None, AnyConfig | None] = (None, None),
@@ -332,8 +337,8 @@ def grouped_gemm(
     if layout.num_pairs and gate_up.numel():
         h = launch.new_output(num_rows(layout), inner, like=x)
         if isinstance(layout, ExpertPairs) and layout.choice is not None:
-            choose_and_gate_up(x, gate_up, layout, h)
+            choose_and_gate_up(x, gate_up, layout, h, limit)
         else:
-            gate_up_rows(x, gate_up, layout, top_k=top_k, out=h, config=configs[0])
+            gate_up_rows(x, gate_up, layout, top_k=top_k, out=h, limit=limit, config=configs[0])
         down_pairs(h, down, layout, out=stored, home=home, config=configs[1])
     return launch.finish(stored, x.dtype) if out is None or out is stored else out.copy_(stored)

@@ -7,6 +7,7 @@ import triton
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import dependent
+from moeyard_kernels.elementwise.silu_mul import rounded_limit
 from moeyard_kernels.experts.grouped_gemm import num_blocks, num_rows
 from moeyard_kernels.experts.grouped_slice import settle_choice
 from moeyard_kernels.experts.packed_product import (
@@ -84,6 +85,7 @@ def _launch(
     top_k: int,
     home: PeerWindow | None,
     config: PackedConfig | None,
+    limit: float | None = None,
 ) -> None:
     """Run one product. top_k is 0 for the second, whose results may go to `home` instead of out."""
     if isinstance(layout, ExpertPairs):
@@ -106,6 +108,7 @@ def _launch(
         BM=block,
         BP=padded,
         BLOCK=layout.block_rows,
+        LIMIT=rounded_limit(limit, a.dtype),
         **arguments,
         **dependent(a),
     )
@@ -118,10 +121,11 @@ def gate_up_rows(
     *,
     top_k: int,
     out: torch.Tensor,
+    limit: float | None = None,
     config: PackedConfig | None = None,
 ) -> torch.Tensor:
     """Run the first launch: write the rows of pairs in h [rows of the layout, I]."""
-    _launch(x, gate_up, out, layout, top_k=top_k, home=None, config=config)
+    _launch(x, gate_up, out, layout, top_k=top_k, home=None, config=config, limit=limit)
     return out
 
 
@@ -146,6 +150,7 @@ def grouped_gemm_packed(
     layout: ExpertLayout | ExpertPairs,
     *,
     top_k: int,
+    limit: float | None = None,
     out: torch.Tensor | None = None,
     home: PeerWindow | None = None,
 ) -> torch.Tensor:
@@ -162,6 +167,6 @@ def grouped_gemm_packed(
     elif out is None:
         out = x.new_empty(layout.num_pairs, hidden)
     if layout.num_pairs and gate_up.data.numel():
-        h = gate_up_rows(x, gate_up, layout, top_k=top_k, out=x.new_empty(num_rows(layout), inner))
+        h = gate_up_rows(x, gate_up, layout, top_k=top_k, out=x.new_empty(num_rows(layout), inner), limit=limit)
         down_pairs(h, down, layout, out=out, home=home)
     return out

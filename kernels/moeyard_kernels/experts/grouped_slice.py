@@ -30,12 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
-from moeyard_kernels.elementwise.silu_mul import silu_mul
+from moeyard_kernels.elementwise.silu_mul import rounded_limit, silu_mul
 from moeyard_kernels.experts.grouped_choice import (
     by_steps,
     can_choose,
     choice_arguments,
     expert_lanes,
+    limited,
     nth_slot,
     score_experts,
     write_choice,
@@ -79,7 +80,7 @@ def _store(b_acc, p_out, i_n, N: gl.constexpr, L_Y: gl.constexpr):
 
 
 @gluon.jit
-def _activate(p_y, s_h, STEPS: gl.constexpr):
+def _activate(p_y, s_h, STEPS: gl.constexpr, LIMIT: gl.constexpr):
     """Fill all rows of s_h with silu_mul of gates and ups [2 STEPS 64], with that op's bits."""
     DT: gl.constexpr = s_h.dtype
     L_H: gl.constexpr = gl.BlockedLayout([_ROWS, 1], [1, 32], [1, 4], [0, 1])
@@ -87,6 +88,7 @@ def _activate(p_y, s_h, STEPS: gl.constexpr):
         p_step = p_y + i * _STEP + gl.arange(0, _STEP, gl.SliceLayout(0, L_H))
         b_gate = gl.load(p_step).to(DT).to(gl.float32)
         b_up = gl.load(p_step + STEPS * _STEP).to(DT).to(gl.float32)
+        b_gate, b_up = limited(b_gate, b_up, LIMIT)
         b_y = ((b_gate / (1.0 + gl.exp(-b_gate))).to(DT).to(gl.float32) * b_up).to(DT)
         s_h.index(i).store(b_y[None, :].broadcast_to([_ROWS, _STEP]))
 
@@ -94,7 +96,7 @@ def _activate(p_y, s_h, STEPS: gl.constexpr):
 @gluon.jit
 def _share(
     p_y, d_w, p_out, s_w, s_h, bars, N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr, CH: gl.constexpr,
-    L_Y: gl.constexpr,
+    L_Y: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Compute BN outputs of a shared expert. Its inputs were written by a launch before the previous one."""
     DT: gl.constexpr = s_w.dtype
@@ -103,7 +105,7 @@ def _share(
         mbarrier.expect(bars.index(i), CH * BN * _STEP * 2)
         s_part = s_w.index(i * CH)._reinterpret(DT, [CH, BN, _STEP], d_w.layout)
         tma.async_copy_global_to_shared(d_w, [i * CH, i_n, 0], bars.index(i), s_part)
-    _activate(p_y, s_h, STEPS)
+    _activate(p_y, s_h, STEPS, LIMIT)
     fence_async_shared()
     b_acc = _multiply(s_w, s_h, bars, STEPS, CH, L_Y)
     wait_for_previous()
@@ -158,12 +160,13 @@ def expert_slice_kernel(
     N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
     E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
     K: gl.constexpr, BK: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr, SHARED: gl.constexpr,
+    LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Compute BN outputs of one pair: out [P, N] from the first rows of blocks of h. Grid: (P ceil(N / BN),).
 
     d_h: [K / 64, BLOCK P, 64] in blocks [CH, 8, 64]. d_w: consecutive outputs of all slots, [K / 64, S N, 64], in
     blocks [CH, BN, 64]. E > 0: choose K of E experts and write the choice; 0: p_ids are given. SHARED, with E only:
-    ceil(N / BN) programs before the others compute shared [N] from y [2 K] and the weight d_s.
+    ceil(N / BN) programs before the others compute shared [N] from y [2 K] and the weight d_s, with LIMIT.
     """
     DT: gl.constexpr = d_h.dtype
     CH: gl.constexpr = STEPS & -STEPS
@@ -181,7 +184,7 @@ def expert_slice_kernel(
     if SHARED:
         i_block -= gl.cdiv(N, BN)
         if i_block < 0:
-            _share(p_y, d_s, p_shared, s_w, s_h, bars, N, STEPS, BN, CH, L_Y)
+            _share(p_y, d_s, p_shared, s_w, s_h, bars, N, STEPS, BN, CH, L_Y, LIMIT)
     if i_block >= 0:
         _route(
             p_logits, p_bias, p_counts, p_entries, d_h, d_w, p_weights, p_ids, p_slots, p_out, s_w, s_h, bars, i_block,
@@ -202,7 +205,7 @@ def settle_choice(pairs: ExpertPairs, gate_up: torch.Tensor, down: torch.Tensor,
         return pairs
     chooses = not configured and can_choose(choice, gate_up, down)
     if choice.shared is not None and not (chooses and shares(choice.shared, down)):
-        rows = silu_mul(choice.shared.gate_up.to(choice.shared.down.dtype))
+        rows = silu_mul(choice.shared.gate_up.to(choice.shared.down.dtype), choice.shared.limit)
         choice.shared.out.copy_(linear(rows, choice.shared.down, static_weight=True))
         choice = replace(choice, shared=None)
     if chooses:
@@ -243,6 +246,7 @@ def slice_pairs(h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, pairs: E
         BN=columns,
         BLOCK=pairs.block_rows,
         SHARED=shared is not None,
+        LIMIT=0.0 if shared is None else rounded_limit(shared.limit, h.dtype),
         num_warps=4,
         enable_fp_fusion=False,
         **constants,

@@ -29,6 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from moeyard_kernels.common import codes
 from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
 from moeyard_kernels.common.tuning import Config
+from moeyard_kernels.experts.grouped_choice import limited
 from moeyard_kernels.experts.result_rows import result_rows
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.weight_form import TILE, WeightForm
@@ -133,6 +134,7 @@ def packed_product_kernel(
     ROWS: gl.constexpr, GATED: gl.constexpr, SOURCE_K: gl.constexpr, CODES: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, CH: gl.constexpr, STAGES: gl.constexpr, SR: gl.constexpr, SK: gl.constexpr, KS: gl.constexpr,
     ZEROS: gl.constexpr, BP: gl.constexpr, BLOCK: gl.constexpr, OVERLAP: gl.constexpr, NW: gl.constexpr,
+    LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Compute one block of BM rows by BN outputs. GATED: gather a's rows, and store h = silu_mul of gates and ups.
 
@@ -254,7 +256,7 @@ def packed_product_kernel(
             L_P: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 8, 1], [NW, 1, 1], [2, 1, 0])
             b_both = gl.convert_layout(gl.permute(gl.reshape(b_acc, [2, BN, BM]), (1, 2, 0)), L_P)
             b_gate, b_up = gl.split(b_both)
-            b_gate, b_up = b_gate.to(DT).to(gl.float32), b_up.to(DT).to(gl.float32)
+            b_gate, b_up = limited(b_gate.to(DT).to(gl.float32), b_up.to(DT).to(gl.float32), LIMIT)
             b_y = (b_gate / (1.0 + gl.exp(-b_gate))).to(DT).to(gl.float32) * b_up
             L_O: gl.constexpr = b_y.type.layout
             o_n, o_o = i_n + gl.arange(0, BN, gl.SliceLayout(1, L_O)), gl.arange(0, BM, gl.SliceLayout(0, L_O))

@@ -38,6 +38,7 @@ from moeyard_kernels.ops.experts import (
     moe_weighted_reduce,
     topk_gate,
 )
+from moeyard_kernels.ops.hyper_connections import hyper_enter, hyper_leave, hyper_write
 from moeyard_kernels.ops.linear_attention import (
     causal_conv1d_prefill,
     causal_conv1d_update,

@@ -261,6 +261,7 @@ def _check_home(op: str, x: torch.Tensor, top_k: int, out: torch.Tensor | None, 
 @op(
     "experts.grouped_gemm",
     "top_k >= 1 and layout.num_pairs == T * top_k",
+    "limit is None or limit > 0",
     _check_layout,
     _check_home,
     x="float [T, H]",
@@ -275,17 +276,19 @@ def grouped_gemm(
     layout: ExpertLayout | ExpertPairs,
     *,
     top_k: int,
+    limit: float | None = None,
     out: torch.Tensor | None = None,
     home: PeerWindow | None = None,
 ) -> torch.Tensor:
     """One unweighted row per pair: out[t * K + k] = down[slot] @ silu_mul(gate_up[slot] @ x[t]) -> [T * K, H].
 
-    x [T, H], gate_up [S, 2 I, H] and down [S, H, I] are contiguous, fp32 or bf16. `layout` names the slots. Rows of
-    pairs outside all blocks of the layout are not written. They are garbage in a new `out`, but two calls may compute
-    hits and misses into one `out`. At most FEW_PAIRS pairs may come as `ExpertPairs`, which need no launch. The choice
-    of one token may still be open (`ExpertPairs.choice`). It is made here, with `topk_gate`'s bits, and its shared
-    expert is computed too (`SharedRow`). The bits of a row depend on that row and its expert alone, not on the layout.
-    Rounding points: both halves of the first product, silu, its product with the up half, and the result.
+    limit: as in `silu_mul`. x [T, H], gate_up [S, 2 I, H] and down [S, H, I] are contiguous, fp32 or bf16. `layout`
+    names the slots. Rows of pairs outside all blocks of the layout are not written. They are garbage in a new `out`,
+    but two calls may compute hits and misses into one `out`. At most FEW_PAIRS pairs may come as `ExpertPairs`, which
+    need no launch. The choice of one token may still be open (`ExpertPairs.choice`). It is made here, with
+    `topk_gate`'s bits, and its shared expert is computed too (`SharedRow`). The bits of a row depend on that row and
+    its expert alone, not on the layout. Rounding points: both halves of the first product, silu, its product with the
+    up half, and the result.
 
     home, instead of `out`: x are rows from `dispatch_rows`. Results go to the memory of their source ranks, as
     `combine_rows` would copy them. Return [max_tokens * K, H], the results for this rank's tokens. Then call
@@ -297,7 +300,9 @@ def grouped_gemm(
             if layout.choice.shared is not None:
                 shared = layout.choice.shared
                 shared.out.copy_(
-                    linear.reference(silu_mul.reference(shared.gate_up.to(shared.down.dtype)), shared.down)
+                    linear.reference(
+                        silu_mul.reference(shared.gate_up.to(shared.down.dtype), shared.limit), shared.down
+                    )
                 )
         layout = expert_layout.reference(
             layout.topk_ids, layout.slot_of_expert, num_slots=layout.num_slots, block_rows=layout.block_rows
@@ -309,7 +314,7 @@ def grouped_gemm(
         pairs = rows[:num_blocks][layout.slot_of_block[:num_blocks] == slot].flatten()
         pairs = pairs[pairs >= 0].long()
         out[pairs] = linear.reference(
-            silu_mul.reference(linear.reference(x[pairs // top_k], gate_up[slot])), down[slot]
+            silu_mul.reference(linear.reference(x[pairs // top_k], gate_up[slot]), limit), down[slot]
         )
     if home is None:
         return out
@@ -344,6 +349,7 @@ def _check_packed(
 @op(
     "experts.grouped_packed",
     "top_k >= 1 and layout.num_pairs == T * top_k",
+    "limit is None or limit > 0",
     _check_layout,
     _check_home,
     _check_packed,
@@ -357,6 +363,7 @@ def grouped_gemm_packed(
     layout: ExpertLayout | ExpertPairs,
     *,
     top_k: int,
+    limit: float | None = None,
     out: torch.Tensor | None = None,
     home: PeerWindow | None = None,
 ) -> torch.Tensor:
@@ -366,7 +373,7 @@ def grouped_gemm_packed(
     """
     first: Any = _Values(gate_up)
     second: Any = _Values(down)
-    return grouped_gemm.reference(x, first, second, layout, top_k=top_k, out=out, home=home)
+    return grouped_gemm.reference(x, first, second, layout, top_k=top_k, limit=limit, out=out, home=home)
 
 
 def _put_home(out: torch.Tensor, pairs: torch.Tensor, window: PeerWindow) -> None:

@@ -31,12 +31,13 @@ class SharedRow:
     """One token's shared expert after its gate_up product; the launches of the routed experts may compute the rest.
 
     gate_up [1, 2 I]: the product, fp32 or rounded. down [H, I]. out [1, H] in down's dtype receives `linear` of
-    `silu_mul` of gate_up in that dtype.
+    `silu_mul` of gate_up in that dtype, with `limit`.
     """
 
     gate_up: torch.Tensor
     down: torch.Tensor
     out: torch.Tensor
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

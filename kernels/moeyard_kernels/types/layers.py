@@ -107,7 +107,7 @@ class GateLayer:
     weight [E, H] is fp32 if the family computes its logits in fp32; bias [E] fp32 affects the choice only. table
     [vocabulary, K] int32 holds the experts of each token id, of a layer that chooses by it. `dtype` is the dtype of the
     rows. shared_gate [1, H] gives the logit of a shared expert; `shared` are its gate_up [2 I, H] and
-    down [H, I].
+    down [H, I], with `limit` of `ops.silu_mul`.
     """
 
     rule: GateRule
@@ -117,6 +117,7 @@ class GateLayer:
     table: torch.Tensor | None = None
     shared_gate: Matrix | None = None
     shared: tuple[Matrix, Matrix] | None = None
+    limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

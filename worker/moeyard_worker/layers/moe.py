@@ -90,6 +90,7 @@ class Moe:
                 table=gate_table,
                 shared_gate=shared_gate,
                 shared=weights,
+                limit=limit,
             )
         )
 
