@@ -62,6 +62,41 @@ def _rotated_heads(p_x, p_cos, p_sin, o_n, m_n, eps, D: tl.constexpr, HALF: tl.c
 
 
 @triton.jit
+def _turn_heads(p_x, p_out, p_cos, p_sin, o_n, N, eps, D: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr,
+                BH: tl.constexpr, NORM: tl.constexpr):  # fmt: skip
+    """Rotate heads o_n of one token's [N, D]."""
+    b_x, b_first, b_second = _rotated_heads(
+        p_x, p_cos, p_sin, o_n, o_n < N, eps, D=D, HALF=HALF, BD=BD, BH=BH, NORM=NORM
+    )
+    _store_heads(p_out, o_n, o_n < N, b_x, b_first, b_second, D=D, HALF=HALF, BD=BD, BH=BH)
+
+
+@triton.jit
+def _turn_key(
+    p_x, p_out, p_cos, p_sin, p_recent, p_compressed, p_pending, p_positions, p_places, p_slots, i_t, Q, eps,
+    D: tl.constexpr, HALF: tl.constexpr, RING: tl.constexpr, PENDING: tl.constexpr, COLUMNS: tl.constexpr,
+    STORED: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Rotate the key of token i_t. If STORED and it has a place, store it and its pooled values in its slot."""
+    o_n = tl.arange(0, 1)
+    b_x, b_first, b_second = _rotated_heads(
+        p_x, p_cos, p_sin, o_n, o_n < 1, eps, D=D, HALF=HALF, BD=BD, BH=BH, NORM=False
+    )
+    _store_heads(p_out, o_n, o_n < 1, b_x, b_first, b_second, D=D, HALF=HALF, BD=BD, BH=BH)
+    if STORED:
+        if tl.load(p_places + i_t) >= 0:
+            i_slot, i_p = tl.load(p_slots + i_t // Q), tl.load(p_positions + i_t)
+            p_key = p_recent + (i_slot * RING + i_p % RING) * D
+            _store_heads(p_key, o_n, o_n < 1, b_x, b_first, b_second, D=D, HALF=HALF, BD=BD, BH=BH)
+            if COLUMNS > 0:
+                p_row = p_pending + (i_slot * PENDING + i_p % PENDING) * COLUMNS
+                for i_c in tl.static_range(0, COLUMNS, BC):
+                    o_c = i_c + tl.arange(0, BC)
+                    b_c = tl.load(p_compressed + o_c, mask=o_c < COLUMNS, other=0.0)
+                    tl.store(p_row + o_c, b_c, mask=o_c < COLUMNS)
+
+
+@triton.jit
 def _rotate_kernel(
     p_q, p_kv, p_cos, p_sin, p_queries, p_keys, p_wanted, p_recent, p_compressed, p_pending, p_positions, p_places,
     p_slots, num_blocks, s_q, s_kv, s_cos, s_compressed, eps, Q,
@@ -76,36 +111,22 @@ def _rotate_kernel(
     p_cos, p_sin = p_cos + i_t * s_cos, p_sin + i_t * s_cos
     BLOCKS: tl.constexpr = (H + BN - 1) // BN
     if i_block < BLOCKS:
-        o_n = i_block * BN + tl.arange(0, BN)
-        b_x, b_first, b_second = _rotated_heads(
-            p_q + i_t * s_q, p_cos, p_sin, o_n, o_n < H, eps, D=D, HALF=HALF, BD=BD, BH=BH, NORM=True
-        )
-        _store_heads(p_queries + i_t * (H * D), o_n, o_n < H, b_x, b_first, b_second, D=D, HALF=HALF, BD=BD, BH=BH)
+        _turn_heads(
+            p_q + i_t * s_q, p_queries + i_t * (H * D), p_cos, p_sin, i_block * BN + tl.arange(0, BN), H, eps, D=D,
+            HALF=HALF, BD=BD, BH=BH, NORM=True
+        )  # fmt: skip
     elif i_block == BLOCKS:
-        o_n = tl.arange(0, 1)
-        b_x, b_first, b_second = _rotated_heads(
-            p_kv + i_t * s_kv, p_cos, p_sin, o_n, o_n < 1, eps, D=D, HALF=HALF, BD=BD, BH=BH, NORM=False
-        )
-        _store_heads(p_keys + i_t * D, o_n, o_n < 1, b_x, b_first, b_second, D=D, HALF=HALF, BD=BD, BH=BH)
-        if STORED:
-            if tl.load(p_places + i_t) >= 0:
-                i_slot, i_p = tl.load(p_slots + i_t // Q), tl.load(p_positions + i_t)
-                p_row = p_recent + (i_slot * RING + i_p % RING) * D
-                _store_heads(p_row, o_n, o_n < 1, b_x, b_first, b_second, D=D, HALF=HALF, BD=BD, BH=BH)
-                if COLUMNS > 0:
-                    p_row = p_pending + (i_slot * PENDING + i_p % PENDING) * COLUMNS
-                    for i_c in tl.static_range(0, COLUMNS, BC):
-                        o_c = i_c + tl.arange(0, BC)
-                        b_c = tl.load(p_compressed + i_t * s_compressed + o_c, mask=o_c < COLUMNS, other=0.0)
-                        tl.store(p_row + o_c, b_c, mask=o_c < COLUMNS)
+        _turn_key(
+            p_kv + i_t * s_kv, p_keys + i_t * D, p_cos, p_sin, p_recent, p_compressed + i_t * s_compressed, p_pending,
+            p_positions, p_places, p_slots, i_t, Q, eps, D=D, HALF=HALF, RING=RING, PENDING=PENDING, COLUMNS=COLUMNS,
+            STORED=STORED, BD=BD, BH=BH, BC=BC
+        )  # fmt: skip
     else:
         if HI > 0:
-            o_n = (i_block - BLOCKS - 1) * BNI + tl.arange(0, BNI)
-            b_x, b_first, b_second = _rotated_heads(
-                p_q + i_t * s_q + H * D, p_cos, p_sin, o_n, o_n < HI, eps, D=DI, HALF=HALF, BD=BDI, BH=BH, NORM=False
-            )
-            p_token = p_wanted + i_t * (HI * DI)
-            _store_heads(p_token, o_n, o_n < HI, b_x, b_first, b_second, D=DI, HALF=HALF, BD=BDI, BH=BH)
+            _turn_heads(
+                p_q + i_t * s_q + H * D, p_wanted + i_t * (HI * DI), p_cos, p_sin,
+                (i_block - BLOCKS - 1) * BNI + tl.arange(0, BNI), HI, eps, D=DI, HALF=HALF, BD=BDI, BH=BH, NORM=False
+            )  # fmt: skip
 
 
 @triton.jit

@@ -21,6 +21,24 @@ def _sort_keys(p_scores, o_n, m_n):
     return tl.where((b_bits >> 31) == 1, b_bits ^ 0xFFFFFFFF, b_bits | 0x80000000)
 
 
+@triton.jit
+def _next_digit(p_row, i_count, i_least, i_need, SHIFT: tl.constexpr, BN: tl.constexpr):
+    """Return the least chosen key with the 8 bits at SHIFT added, and how many keys with these bits are chosen."""
+    o_bin, o_b = tl.arange(0, 256), tl.arange(0, BN)
+    b_counts = tl.zeros([256], tl.int32)
+    for i_n in tl.range(0, i_count, BN):
+        m_n = i_n + o_b < i_count
+        b_key = _sort_keys(p_row, i_n + o_b, m_n)
+        if SHIFT < 24:
+            m_n = m_n & ((b_key >> (SHIFT + 8)) == (i_least >> (SHIFT + 8)))
+        b_counts += tl.histogram(((b_key >> SHIFT) & 255).to(tl.int32), 256, mask=m_n)
+    # Keys in this bin and above.
+    b_from = tl.sum(b_counts, 0) - tl.cumsum(b_counts, 0) + b_counts
+    i_bin = tl.sum((b_from >= i_need).to(tl.int32), 0) - 1
+    i_need -= tl.sum(tl.where(o_bin > i_bin, b_counts, 0), 0)
+    return i_least | (i_bin.to(tl.uint32) << SHIFT), i_need
+
+
 @triton.jit(do_not_specialize=("N",))
 def _choose_kernel(p_scores, p_positions, p_out, N, RATIO: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr):
     """Grid: (rows,)."""
@@ -29,23 +47,11 @@ def _choose_kernel(p_scores, p_positions, p_out, N, RATIO: tl.constexpr, TOP_K: 
     i_count = ((tl.load(p_positions + i_r) + 1) // RATIO).to(tl.int32)
     if i_count > TOP_K:
         p_row = p_scores + i_r * N
-        o_bin, o_b = tl.arange(0, 256), tl.arange(0, BN)
+        o_b = tl.arange(0, BN)
         i_least = tl.full([], 0, tl.uint32)
         i_need = tl.full([], TOP_K, tl.int32)
         for n in tl.static_range(4):
-            SHIFT: tl.constexpr = 24 - 8 * n
-            b_counts = tl.zeros([256], tl.int32)
-            for i_n in tl.range(0, i_count, BN):
-                m_n = i_n + o_b < i_count
-                b_key = _sort_keys(p_row, i_n + o_b, m_n)
-                if n > 0:
-                    m_n = m_n & ((b_key >> (SHIFT + 8)) == (i_least >> (SHIFT + 8)))
-                b_counts += tl.histogram(((b_key >> SHIFT) & 255).to(tl.int32), 256, mask=m_n)
-            # Scores in this bin and above.
-            b_from = tl.sum(b_counts, 0) - tl.cumsum(b_counts, 0) + b_counts
-            i_bin = tl.sum((b_from >= i_need).to(tl.int32), 0) - 1
-            i_need -= tl.sum(tl.where(o_bin > i_bin, b_counts, 0), 0)
-            i_least |= i_bin.to(tl.uint32) << SHIFT
+            i_least, i_need = _next_digit(p_row, i_count, i_least, i_need, SHIFT=24 - 8 * n, BN=BN)
         # All scores above the least one are chosen, and the first i_need that equal it.
         i_written = tl.full([], 0, tl.int32)
         i_equal = tl.full([], 0, tl.int32)
