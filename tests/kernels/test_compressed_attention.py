@@ -11,8 +11,8 @@ from moeyard_kernels import ops
 from moeyard_kernels.attention import compressed_decode as decode_kernel
 from moeyard_kernels.attention import compressed_pool as pool_kernel
 from moeyard_kernels.attention import compressed_rotate as rotate_kernel
-from moeyard_kernels.attention import index_choose as choose_kernel
-from moeyard_kernels.attention import index_scores as scores_kernel
+from moeyard_kernels.attention import output_choice as choose_kernel
+from moeyard_kernels.attention import output_scores as scores_kernel
 from moeyard_kernels.types.compressed_rows import CompressedRows
 from moeyard_kernels.types.footprint import COMPRESSED_SPLIT
 from moeyard_kernels.types.layers import Pooling
@@ -187,13 +187,13 @@ def test_scores_of_entries(sizes: Sizes, dtype: torch.dtype) -> None:
     weights = torch.randn(4, 9 + sizes.index_heads, device=DEVICE)[:, 9:]
     entries = torch.randn(num_places(rows, 4), sizes.index_dim).to(DEVICE, dtype)
     named: dict[str, Any] = {"ratio": 4, "granule": 4, "top_k": sizes.top_k}
-    found = scores_kernel.index_scores(wanted, weights, entries, rows=rows, **named)
-    expected = ops.index_scores.reference(wanted, weights, entries, rows=rows, **named)
+    found = scores_kernel.output_scores(wanted, weights, entries, rows=rows, **named)
+    expected = ops.output_scores.reference(wanted, weights, entries, rows=rows, **named)
     for row, position in enumerate(positions):
         count = (position + 1) // 4
         if count > sizes.top_k:
             assert relative(found[row, :count], expected[row, :count]) < 4e-6
-            one = scores_kernel.index_scores(
+            one = scores_kernel.output_scores(
                 wanted[row : row + 1], weights[row : row + 1], entries, rows=alone(rows, row), **named
             )
             assert torch.equal(one[0, :count], found[row, :count])
@@ -212,12 +212,12 @@ def test_choice_of_entries() -> None:
     scores[6, 250:255] = torch.tensor([1e-30, -1.0, 2.0, 2.0, -0.5])
     scores = scores.to(DEVICE)
     positions = torch.tensor([4 * count + count % 3 for count in counts], device=DEVICE)
-    found = choose_kernel.index_choose(scores, positions, ratio=4, top_k=top_k)
-    expected = ops.index_choose.reference(scores, positions, ratio=4, top_k=top_k)
+    found = choose_kernel.output_choice(scores, positions, ratio=4, top_k=top_k)
+    expected = ops.output_choice.reference(scores, positions, ratio=4, top_k=top_k)
     for row, position in enumerate(positions.tolist()):
         if (position + 1) // 4 > top_k:
             assert torch.equal(found[row], expected[row]), row
-    one = choose_kernel.index_choose(scores[4:5].contiguous(), positions[4:5], ratio=4, top_k=top_k)
+    one = choose_kernel.output_choice(scores[4:5].contiguous(), positions[4:5], ratio=4, top_k=top_k)
     assert torch.equal(one[0], found[4])
 
 

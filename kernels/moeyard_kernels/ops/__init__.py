@@ -24,8 +24,8 @@ from moeyard_kernels.ops.compressed_attention import (
     compressed_decode,
     compressed_pool,
     compressed_rotate,
-    index_choose,
-    index_scores,
+    output_choice,
+    output_scores,
     rotate_back,
 )
 from moeyard_kernels.ops.elementwise import (

@@ -149,14 +149,14 @@ def compressed_pool(
 
 
 @op(
-    "attention.index_scores",
+    "attention.output_scores",
     "0 < top_k < rows.num_entries(ratio)",
     wanted="float [T, Hi, Di] contiguous",
     weights="fp32 [T, Hi] rows",
     entries="wanted [_, Di] contiguous",
     **_ROWS,
 )
-def index_scores(
+def output_scores(
     wanted: torch.Tensor,
     weights: torch.Tensor,
     entries: torch.Tensor,
@@ -189,12 +189,12 @@ def _places_of(rows: CompressedRows, row: int, entries: torch.Tensor, ratio: int
 
 
 @op(
-    "attention.index_choose",
+    "attention.output_choice",
     "0 < top_k < N",
     scores="fp32 [T, N] contiguous",
     positions="int64 [T] contiguous",
 )
-def index_choose(scores: torch.Tensor, positions: torch.Tensor, *, ratio: int, top_k: int) -> torch.Tensor:
+def output_choice(scores: torch.Tensor, positions: torch.Tensor, *, ratio: int, top_k: int) -> torch.Tensor:
     """Return int32 [T, top_k]: the entries with the largest scores [T, N] of those that a row sees, ascending.
 
     Among equal scores the lower entry wins. Values are defined for rows that see more than `top_k` entries.

@@ -122,8 +122,16 @@ class Footprints(Protocol):
         ...
 
     def compressed(
-        self, *, num_heads: int, head_dim: int, ratio: int, index_heads: int, index_dim: int, groups_width: int
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        ratio: int,
+        index_heads: int,
+        index_dim: int,
+        top_k: int,
+        groups_width: int,
     ) -> Footprint:
-        """DeepSeek-V4's attention with an entry per `ratio` positions (0: none), and the width of its groups' outputs.
-        Raises ValueError if the backend has none."""
+        """DeepSeek-V4's attention with an entry per `ratio` positions (0: none), of which an indexer with heads chooses
+        `top_k`, and the width of its groups' outputs."""
         ...

@@ -68,8 +68,8 @@ def _choose_kernel(p_scores, p_positions, p_out, N, RATIO: tl.constexpr, TOP_K: 
             i_equal += tl.sum(b_equal, 0)
 
 
-def index_choose(scores: torch.Tensor, positions: torch.Tensor, *, ratio: int, top_k: int) -> torch.Tensor:
-    """See `moeyard_kernels.ops.index_choose`."""
+def output_choice(scores: torch.Tensor, positions: torch.Tensor, *, ratio: int, top_k: int) -> torch.Tensor:
+    """See `moeyard_kernels.ops.output_choice`."""
     count, num = scores.shape
     out = torch.empty(count, top_k, dtype=torch.int32, device=scores.device)
     if count:

@@ -61,7 +61,7 @@ def _scores_kernel(
             tl.store(p_out + i_r * N + o_e, tl.where(b_sum == 0.0, 0.0, b_sum), mask=m_e)
 
 
-def index_scores(
+def output_scores(
     wanted: torch.Tensor,
     weights: torch.Tensor,
     entries: torch.Tensor,
@@ -71,7 +71,7 @@ def index_scores(
     granule: int,
     top_k: int,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.index_scores`."""
+    """See `moeyard_kernels.ops.output_scores`."""
     count, heads, dim = wanted.shape
     num = rows.num_entries(ratio)
     out = torch.empty(count, num, dtype=torch.float32, device=wanted.device)
