@@ -83,7 +83,7 @@ def _turn_key(
         p_x, p_cos, p_sin, o_n, o_n < 1, eps, D=D, HALF=HALF, BD=BD, BH=BH, NORM=False
     )
     _store_heads(p_out, o_n, o_n < 1, b_x, b_first, b_second, D=D, HALF=HALF, BD=BD, BH=BH)
-    if STORED:
+    if STORED:  # noqa: SIM102 - the pointers of rows that store nothing are none
         if tl.load(p_places + i_t) >= 0:
             i_slot, i_p = tl.load(p_slots + i_t // Q), tl.load(p_positions + i_t)
             p_key = p_recent + (i_slot * RING + i_p % RING) * D

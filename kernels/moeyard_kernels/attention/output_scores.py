@@ -40,9 +40,7 @@ def _scores_kernel(
         i_high = tl.minimum(i_low + SPAN, i_count)
         o_h, o_d = tl.arange(0, BH), tl.arange(0, BD)
         m_h, m_d = o_h < H, o_d < D
-        b_q = tl.load(
-            p_q + (i_r * H + o_h)[:, None] * D + o_d[None, :], mask=m_h[:, None] & m_d[None, :], other=0.0
-        )
+        b_q = tl.load(p_q + (i_r * H + o_h)[:, None] * D + o_d[None, :], mask=m_h[:, None] & m_d[None, :], other=0.0)
         if UPCAST:
             b_q = b_q.to(tl.float32)
         b_w = tl.load(p_w + i_r * s_w + o_h, mask=m_h, other=0.0) * head_scale

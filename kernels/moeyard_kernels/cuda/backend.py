@@ -12,8 +12,8 @@ import torch
 from moeyard_kernels import ops
 from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.capturing import capture, capture_while_serving, compile_ahead, without_collection
-from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.cuda.compressed import CudaCompressed
+from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.cuda.footprint import NO_COMPRESSED, STREAM_SLOTS
 from moeyard_kernels.cuda.gate import CudaGate, GateCounts
 from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda
@@ -68,8 +68,8 @@ class CudaBackend:
         self.page_size, self.device = page_size, device
         self.peers = Peers(device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # The sliding windows of all layers, whether a layer decompresses its keys, whether a layer keeps recurrent state
-        # in slots, and whether one has compressed attention. Its prompts are planned by the host, so they run eagerly.
+        # The sliding windows of all layers, whether a layer decompresses its keys, whether one keeps recurrent
+        # state in slots, and whether one has compressed attention.
         self.windows: set[int | None] = set()
         self.flat = self.slots = self.compresses = False
         self.choices = GateCounts()
@@ -77,7 +77,7 @@ class CudaBackend:
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether steps with prompts can be captured."""
+        """Whether steps with prompts can be captured. Prompts of compressed attention are planned by the host."""
         return not self.compresses
 
     def matrix(self, weight: Matrix) -> Matrix:

@@ -28,9 +28,7 @@ class _Inputs:
 
     def part(self, rows: slice) -> "_Inputs":
         compressed = None if self.compressed is None else self.compressed[rows]
-        return _Inputs(
-            q=self.q[rows], kv=self.kv[rows], cos=self.cos[rows], sin=self.sin[rows], compressed=compressed
-        )
+        return _Inputs(q=self.q[rows], kv=self.kv[rows], cos=self.cos[rows], sin=self.sin[rows], compressed=compressed)
 
     def at(self, rows: torch.Tensor) -> "_Inputs":
         compressed = None if self.compressed is None else self.compressed.index_select(0, rows)
@@ -145,9 +143,7 @@ class CudaCompressed:
             assert wanted is not None, "an indexer has queries"
             assert inputs.compressed is not None, "an indexer has weights of its heads"
             weights, keys = inputs.compressed[:, -layer.indexer.num_heads :], layer.indexer.pooling.entries
-            scores = ops.output_scores(
-                wanted, weights, keys, rows=rows, ratio=ratio, granule=granule, top_k=top_k
-            )
+            scores = ops.output_scores(wanted, weights, keys, rows=rows, ratio=ratio, granule=granule, top_k=top_k)
             chosen = ops.output_choice(scores, rows.positions, ratio=ratio, top_k=top_k)
         return ops.compressed_decode(
             queries,
@@ -163,4 +159,3 @@ class CudaCompressed:
             granule=granule,
             top_k=top_k,
         )
-

@@ -42,7 +42,9 @@ def output_waves(
         table, slot = (to_device(torch.from_numpy(x[owners]), positions.device) for x in (tables, slots))
         at, its_positions, its_places = None, positions, places
         if lengths.max() > MAX_QUERIES:
-            rows = np.concatenate([np.arange(begin, begin + n) for begin, n in zip(begins + first, counts, strict=True)])
+            rows = np.concatenate(
+                [np.arange(begin, begin + n) for begin, n in zip(begins + first, counts, strict=True)]
+            )
             at = to_device(torch.from_numpy(rows), positions.device)
             its_positions, its_places = positions.index_select(0, at), places.index_select(0, at)
         rows_of_wave = CompressedRows(

@@ -256,7 +256,7 @@ class StepInputs:
         fed[:count] = [-1 if chunk.fed is None else chunk.fed for chunk in chunks]
         pages = table[np.arange(count), places // self._page_size].astype(np.int64)
         entries[:count] = pages * self._page_size + places % self._page_size
-        more = ()
+        more: tuple[np.ndarray, ...] = ()
         if self._compressed:
             host["slots"][:count] = [chunk.state_slot for chunk in chunks]
             more = (host["slots"],)

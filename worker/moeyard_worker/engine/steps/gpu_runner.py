@@ -56,8 +56,8 @@ class GpuRunner:
 
     `max_sequences` bounds the sequences of a step, `max_pages` the pages of each, `max_prompt` the prompt rows of a
     step. Each sequence has up to `num_drafts` drafts; if `adaptive`, each step chooses how many. `captures_prompts`:
-    steps with prompts need nothing from the host. If the backend plans prompts on the host, they run eagerly. `num_replayed` and `num_eager` count steps; `num_rows` counts the
-    rows of replayed steps, `num_padded_rows` the same with padding.
+    steps with prompts need nothing from the host. They run eagerly if the backend cannot capture them. `num_replayed`
+    and `num_eager` count steps; `num_rows` counts the rows of replayed steps, `num_padded_rows` the same with padding.
 
     With `ExchangeTraits.graphs_per_epoch`, each size is captured at its first use in an epoch, and only without
     prompts, because the host must read the counts of prompt rows.
