@@ -17,7 +17,7 @@ import torch
 from kernel_cases.timing import Timer
 
 from moeyard_kernels import ops
-from moeyard_kernels.attention.compressed_decode import compressed_decode
+from moeyard_kernels.attention.compressed_decode import CONFIGS, compressed_decode
 from moeyard_kernels.types.compressed_rows import CompressedRows
 from moeyard_kernels.types.layers import Pooling
 
@@ -214,12 +214,9 @@ def check(ratio: int) -> Iterator[tuple[str, bool, str]]:
     reference = layer.decode(queries, chosen, ops.compressed_decode.reference)
     worst = max(error(a, b) for a, b in zip(out, reference, strict=True))
     yield "attention", worst < 1e-2, f"error {worst:.1e}"
-    for tile in (16, 64):
-        yield (
-            f"tile of {tile}",
-            torch.equal(layer.decode(queries, chosen, partial(compressed_decode, tile=tile)), out),
-            "",
-        )
+    for config in CONFIGS:
+        found = layer.decode(queries, chosen, partial(compressed_decode, config=config))
+        yield f"tile of {config.BM}, keys as {'rows' if config.SWAP else 'columns'}", torch.equal(found, out), ""
     alike = True
     for row in (1, 6, 8, 12):
         one = layer.row(row)
@@ -272,6 +269,19 @@ def timed(timer: Timer, ratio: int, context: int, count: int) -> str:
     return f"{ratio:5} {context:6} {count:4}  total {1e6 * total:6.1f}  floor {1e6 * floor:6.1f}  {listed}"
 
 
+def tiles(timer: Timer, context: int, count: int) -> str:
+    """Return one line of times of the configs of attention with a choice."""
+    layer = make(4, [context] * count)
+    queries, _, wanted = layer.rotate()
+    chosen = ops.output_choice(layer.scores(wanted), layer.rows.positions, ratio=4, top_k=TOP_K)
+    found = []
+    for config in CONFIGS:
+        run = partial(Layer.decode, layer, queries, chosen, partial(compressed_decode, config=config))
+        seconds = timer.seconds(run, moved(layer, context))
+        found.append(f"{config.BM} {'rows' if config.SWAP else 'columns'} {1e6 * seconds:6.1f}")
+    return f"attend {context:6} {count:4}  {'  '.join(found)}"
+
+
 def main() -> int:
     torch.manual_seed(1)
     begun, failed = time.monotonic(), 0
@@ -298,6 +308,9 @@ def main() -> int:
                     failed += 1
                     traceback.print_exc()
                 torch.cuda.empty_cache()
+    for count in ROWS:
+        if time.monotonic() - begun < SECONDS:
+            print(tiles(timer, 4000, count), flush=True)
     return failed
 
 

@@ -285,7 +285,8 @@ def test_attention(sizes: Sizes, dtype: torch.dtype, ratio: int) -> None:
     for row in (1, 5):
         assert torch.equal(case.row(row).run(decode_kernel.compressed_decode)[0], found[row])
     if dtype == torch.bfloat16:
-        assert torch.equal(case.run(decode_kernel.compressed_decode, tile=64), found)
+        for config in decode_kernel.CONFIGS:
+            assert torch.equal(case.run(decode_kernel.compressed_decode, config=config), found), config
 
 
 def test_rows_of_one_sequence() -> None:

@@ -10,6 +10,9 @@ takes splits in ascending order, as `attn_combine` does, then undoes the rotatio
 alone. The heads of a tile, and the side of the keys in the products (SWAP), change no bit.
 """
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +24,7 @@ from moeyard_kernels.attention.rope import half_block
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, interpreted
 from moeyard_kernels.common.rounding import round_to, stored_as
+from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.compressed_rows import CompressedRows
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.footprint import COMPRESSED_SPLIT
@@ -29,6 +33,30 @@ from moeyard_kernels.types.footprint import COMPRESSED_SPLIT
 _FEW = 16
 # Heads per program of the merge.
 _HEADS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputConfig(Config):
+    """BM heads per program. SWAP: keys are the rows of the products, which suits few heads."""
+
+    kernel: Literal["triton"] = "triton"
+    BM: int
+    SWAP: bool
+
+
+CONFIGS = (
+    OutputConfig(BM=16, SWAP=True, num_warps=4, num_stages=2),
+    OutputConfig(BM=16, SWAP=False, num_warps=4, num_stages=2),
+    OutputConfig(BM=32, SWAP=True, num_warps=8, num_stages=2),
+    OutputConfig(BM=64, SWAP=False, num_warps=8, num_stages=2),
+)
+# Fits a tile of fp32, whose products do not run on tensor cores.
+_FP32 = OutputConfig(BM=16, SWAP=False, num_warps=8, num_stages=1)
+
+
+def default_config(rows: int, heads: int) -> OutputConfig:
+    """Return the config of bf16 rows."""
+    return CONFIGS[0 if rows <= _FEW or heads <= 16 else 3]
 
 
 @triton.jit
@@ -79,13 +107,15 @@ def _attend_split(
         m_x = m_n[:, None]
         if BD != D:
             m_x = m_x & m_d
-        b_k = tl.load(p_keys + o_row[:, None] * D + o_d[None, :], mask=m_x, other=0.0)
+        b_k = tl.load(p_keys + o_row.to(tl.int64)[:, None] * D + o_d[None, :], mask=m_x, other=0.0)
         if UPCAST:
             b_k = b_k.to(tl.float32)
         m_seen = tl.broadcast_to(tl.expand_dims(m_n, 1 - AXIS), b_l.shape)
         b_m, b_l, b_acc = attend_block(
             b_q, b_k, b_k, m_seen, b_m, b_l, b_acc, c, DTYPE=p_keys.dtype.element_ty, SWAP=SWAP, UPCAST=UPCAST
         )
+    # The merge starts beside the last results.
+    let_next_begin()
     b_inv, b_lse = split_result(b_m, sum_over_keys(b_l, BM, BN, LOG2_BN, AXIS))
     b_acc = b_acc * tl.expand_dims(b_inv, AXIS)
     if SWAP:
@@ -96,8 +126,8 @@ def _attend_split(
 
 @triton.jit
 def _entries_seen(i_p, RATIO: tl.constexpr, TOP_K: tl.constexpr):
-    """Return (entries that end at or before i_p, how many of them the row attends to), int32."""
-    i_count = ((i_p + 1) // RATIO).to(tl.int32)
+    """Return (entries that end at or before i_p, how many of them the row attends to), int32 like i_p."""
+    i_count = (i_p + 1) // RATIO
     i_seen = i_count
     if TOP_K > 0:
         i_seen = tl.minimum(i_count, TOP_K)
@@ -119,7 +149,7 @@ def _compressed_decode_kernel(
     i_s, i_r = i_work // TILES % S, (i_work // TILES // S).to(tl.int64)
     o_m = i_work % TILES * BM + tl.arange(0, BM)
     m_m = o_m < H
-    i_p, i_b = tl.load(p_positions + i_r), i_r // Q
+    i_p, i_b = tl.load(p_positions + i_r).to(tl.int32), i_r // Q
     p_q += i_r * (H * D)
     p_out += (i_r * S + i_s) * (H * D)
     p_lse += (i_r * S + i_s) * H
@@ -160,7 +190,7 @@ def _merge_kernel(
     m_d, m_h = m_x[:, None] & (o_d < D - 2 * HALF)[None, :], m_x[:, None] & (o_h < HALF)[None, :]
     i_splits = 1
     if RATIO > 0:
-        _, i_seen = _entries_seen(tl.load(p_positions + i_r), RATIO, TOP_K)
+        _, i_seen = _entries_seen(tl.load(p_positions + i_r).to(tl.int32), RATIO, TOP_K)
         i_splits += tl.cdiv(i_seen, SPLIT)
     b_sink = tl.load(p_sink + o_x, mask=m_x, other=0.0)
     b_top = b_sink
@@ -205,9 +235,9 @@ def compressed_decode(
     ratio: int,
     granule: int,
     top_k: int,
-    tile: int | None = None,
+    config: OutputConfig | None = None,
 ) -> torch.Tensor:
-    """See `moeyard_kernels.ops.compressed_decode`. tile: heads per program, 16 or 64."""
+    """See `moeyard_kernels.ops.compressed_decode`."""
     count, heads, dim = queries.shape
     out = torch.empty_like(queries)
     if not count:
@@ -215,13 +245,9 @@ def compressed_decode(
     splits = rows.num_splits(ratio, top_k)
     part = torch.empty(count, splits, heads, dim, dtype=torch.float32, device=queries.device)
     lse = torch.empty(count, splits, heads, dtype=torch.float32, device=queries.device)
-    if tile is None:
-        tile = 16 if count <= _FEW or heads <= 16 or queries.dtype == torch.float32 else 64
-    # A tile of fp32 runs on the CUDA cores.
-    swap, warps, stages = tile == 16 and queries.dtype != torch.float32, 4 if tile == 16 else 8, 2
-    if queries.dtype == torch.float32:
-        warps, stages = 8, 1
-    work = count * splits * triton.cdiv(heads, tile)
+    if config is None:
+        config = _FP32 if queries.dtype == torch.float32 else default_config(count, heads)
+    work = count * splits * triton.cdiv(heads, config.BM)
     if work > MAX_GRID_X:
         raise ValueError(f"compressed_decode: {count} rows of {splits} splits exceed the grid of a GPU")
     sizes = {"H": heads, "D": dim, "RATIO": ratio, "TOP_K": top_k, "SPLIT": COMPRESSED_SPLIT}
@@ -239,11 +265,10 @@ def compressed_decode(
         BN=BLOCK,
         LOG2_BN=BLOCK.bit_length() - 1,
         BD=block,
-        BM=tile,
-        SWAP=swap,
+        BM=config.BM,
+        SWAP=config.SWAP,
         UPCAST=interpreted(),
-        num_warps=warps,
-        num_stages=stages,
+        **config.options,
         **UNFUSED,
         **dependent(queries),
     )

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.common.dependent import dependent, wait_for_previous
+from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 
 # Scores that a program holds at once.
 _BLOCK = 4096
@@ -43,6 +43,7 @@ def _next_digit(p_row, i_count, i_least, i_need, SHIFT: tl.constexpr, BN: tl.con
 def _choose_kernel(p_scores, p_positions, p_out, N, RATIO: tl.constexpr, TOP_K: tl.constexpr, BN: tl.constexpr):
     """Grid: (rows,)."""
     wait_for_previous()
+    let_next_begin()
     i_r = tl.program_id(0).to(tl.int64)
     i_count = ((tl.load(p_positions + i_r) + 1) // RATIO).to(tl.int32)
     if i_count > TOP_K:

@@ -18,9 +18,9 @@ _SPAN, _BLOCK = 256, 64
 
 @triton.jit
 def entry_places(p_pages, o_e, m_e, RATIO: tl.constexpr, GRANULE: tl.constexpr, PAGE: tl.constexpr):
-    """Return int64: the rows of entries o_e where m_e in the pages."""
+    """Return int32: the rows of entries o_e where m_e in the pages."""
     o_end = (o_e + 1) * RATIO - 1
-    i_page = tl.load(p_pages + o_end // PAGE, mask=m_e, other=0).to(tl.int64)
+    i_page = tl.load(p_pages + o_end // PAGE, mask=m_e, other=0)
     return i_page * (PAGE // GRANULE) + o_end % PAGE // GRANULE
 
 
@@ -49,7 +49,8 @@ def _scores_kernel(
             o_e = i_e + tl.arange(0, BN)
             m_e = o_e < i_high
             o_row = entry_places(p_pages, o_e, m_e, RATIO, GRANULE, PAGE)
-            b_k = tl.load(p_entries + o_row[:, None] * D + o_d[None, :], mask=m_e[:, None] & m_d[None, :], other=0.0)
+            p_row = p_entries + o_row.to(tl.int64)[:, None] * D
+            b_k = tl.load(p_row + o_d[None, :], mask=m_e[:, None] & m_d[None, :], other=0.0)
             if UPCAST:
                 b_k = b_k.to(tl.float32)
             b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
