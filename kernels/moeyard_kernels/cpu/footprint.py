@@ -64,7 +64,7 @@ def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) 
 
 
 def compressed(
-    *, num_heads: int, head_dim: int, ratio: int, index_heads: int, index_dim: int, groups_width: int
+    *, num_heads: int, head_dim: int, ratio: int, index_heads: int, index_dim: int, top_k: int, groups_width: int
 ) -> Footprint:
     """The weight of a norm without weights is a row of ones.
 

@@ -13,6 +13,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.backend import HyperSite
 from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.capturing import capture, capture_while_serving, compile_ahead, without_collection
+from moeyard_kernels.cuda.compressed import CudaCompressed
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.cuda.footprint import NO_COMPRESSED, STREAM_SLOTS
 from moeyard_kernels.cuda.gate import CudaGate, GateCounts
@@ -26,7 +27,16 @@ from moeyard_kernels.ops.op import load
 from moeyard_kernels.peers import Peers
 from moeyard_kernels.types.decode_tables import BLOCK
 from moeyard_kernels.types.gate import ExpertParts
-from moeyard_kernels.types.layers import CompressedLayer, GateLayer, GdnLayer, GqaLayer, HyperMix, KdaLayer, MlaLayer
+from moeyard_kernels.types.layers import (
+    GRANULE,
+    CompressedLayer,
+    GateLayer,
+    GdnLayer,
+    GqaLayer,
+    HyperMix,
+    KdaLayer,
+    MlaLayer,
+)
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.step import StepRows
 from moeyard_kernels.types.step_size import StepSize
@@ -61,12 +71,17 @@ class CudaBackend:
         self.page_size, self.device = page_size, device
         self.peers = Peers(device)
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # The sliding windows of all layers, whether a layer decompresses its keys, and whether a layer keeps state in
-        # slots.
+        # The sliding windows of all layers, whether a layer decompresses its keys, whether one keeps recurrent
+        # state in slots, and whether one has compressed attention.
         self.windows: set[int | None] = set()
-        self.flat = self.slots = False
+        self.flat = self.slots = self.compresses = False
         self.choices = GateCounts()
         self._attention: list[CudaGqa | CudaMla] = []
+
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether steps with prompts can be captured. Prompts of compressed attention are planned by the host."""
+        return not self.compresses
 
     def matrix(self, weight: Matrix) -> Matrix:
         if weight.form.name != "plain":
@@ -75,13 +90,25 @@ class CudaBackend:
 
     def plan(self, step: StepRows) -> CudaPlan:
         return CudaPlan(
-            step, page_size=self.page_size, windows=self.windows, flat=self.flat, device=self.device, slots=self.slots
+            step,
+            page_size=self.page_size,
+            windows=self.windows,
+            flat=self.flat,
+            device=self.device,
+            slots=self.slots,
+            compressed=self.compresses,
         )
 
     def step_inputs(self, size: StepSize, last_ids: torch.Tensor, tails: Tails | None = None) -> StepInputs:
         """Return inputs of a captured step of that size, for the layers built so far; see `StepInputs`."""
         return StepInputs(
-            size, page_size=self.page_size, windows=self.windows, last_ids=last_ids, slots=self.slots, tails=tails
+            size,
+            page_size=self.page_size,
+            windows=self.windows,
+            last_ids=last_ids,
+            slots=self.slots,
+            compressed=self.compresses,
+            tails=tails,
         )
 
     def tails(self, *, max_sequences: int, num_drafts: int, limit: int) -> Tails:
@@ -137,8 +164,11 @@ class CudaBackend:
         self.slots = True
         return CudaKda(layer)
 
-    def compressed(self, layer: CompressedLayer) -> NoReturn:
-        raise ValueError(NO_COMPRESSED)
+    def compressed(self, layer: CompressedLayer) -> CudaCompressed:
+        if self.page_size % GRANULE:
+            raise ValueError(f"page_size {self.page_size}: compressed attention needs a multiple of {GRANULE}")
+        self.compresses = True
+        return CudaCompressed(layer)
 
     def hyper_leave(
         self,

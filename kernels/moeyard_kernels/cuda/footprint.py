@@ -1,8 +1,6 @@
 """Memory that the GPU backend's attention needs (`cuda/attention.py`), as `Footprints`. Pure."""
 
-from typing import NoReturn
-
-from moeyard_kernels.types.footprint import GQA_SPLIT, Footprint, SplitSums, mla_split
+from moeyard_kernels.types.footprint import COMPRESSED_SPLIT, GQA_SPLIT, Footprint, SplitSums, mla_split
 
 # Positions of one chunk of the chunk formula.
 CHUNK = 64
@@ -23,14 +21,11 @@ HOST_EXPERTS = True
 # raw, pooled and sorted with positions of 8 bytes, and the same amount again during sorting. _PLACES: the places of all
 # positions in pages.
 _CHOICE, _PLACES = 11, 4
+# Positions of a split that holds any sequence.
+_ONE_SPLIT = 1 << 62
 
 
 NO_COMPRESSED = "DeepSeek-V4 has no kernels for GPUs yet; serve it with --device cpu"
-
-
-def compressed(**_: object) -> NoReturn:
-    """Raise ValueError."""
-    raise ValueError(NO_COMPRESSED)
 
 
 def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:
@@ -75,4 +70,27 @@ def mla(*, num_heads: int, nope_dim: int, rope_dim: int, v_dim: int, rank: int) 
         per_position=2 * (rank + rope_dim) + num_heads * (nope_dim + v_dim),
         fp32_per_position=2 * num_heads + _CHOICE + _PLACES,
         sums=SplitSums(heads=num_heads, dim=rank, split=mla_split(num_heads)),
+    )
+
+
+def compressed(
+    *, num_heads: int, head_dim: int, ratio: int, index_heads: int, index_dim: int, top_k: int, groups_width: int
+) -> Footprint:
+    """Rows: queries as projected, rotated, attended and turned back; those of the indexer, projected and rotated;
+    values and gates in fp32; the groups' projections.
+
+    Sums: a split for the window, and splits of entries. Chosen entries fill a fixed number of splits. In their place,
+    positions take the scores of the indexer.
+    """
+    wide = 2 * (head_dim + index_dim) * (2 if index_heads else 1) if ratio else 0
+    split, more = _ONE_SPLIT, 0
+    if index_heads:
+        split, more = ratio * num_heads * (head_dim + 1), 1 - (-top_k // COMPRESSED_SPLIT)
+    elif ratio:
+        split, more = ratio * COMPRESSED_SPLIT, 1
+    return Footprint(
+        extra=0,
+        per_row=4 * num_heads * head_dim + 2 * index_heads * index_dim + wide + groups_width,
+        per_position=0,
+        sums=SplitSums(heads=num_heads, dim=head_dim, split=split, more=more),
     )

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from moeyard_kernels.cuda.compressed_prompts import plan_prompts
+from moeyard_kernels.cuda.output_rows import OutputWave, output_waves
 from moeyard_kernels.cuda.state_rows import plan_state
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.footprint import LAUNCHED
@@ -36,12 +38,14 @@ class CudaPlan:
 
     entries: [T] int64, page * page_size + offset of each row's place in the pages.
     decode: per sliding window, pages and lengths of the decode rows, each treated as a sequence.
+    outputs: the decode rows of compressed attention, if asked for.
     paged: per sliding window, the prompt chunks over pages. None without any.
     flat: the same chunks over the concatenated rows of their prefixes, if asked for.
     prefix_entries: the places of those rows in the pages, [L] int64.
     lone_rows: whether no sequence has two decode rows.
     state: how rows reach state in slots, if asked for.
     kept: for each prompt that ends in this step and is kept in part.
+    compressed_prompts: tables of the prompt chunks for compressed attention, if asked for.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class CudaPlan:
         flat: bool,
         device: torch.device,
         slots: bool = False,
+        compressed: bool = False,
     ) -> None:
         prefill, decode = tuple(step.prefill), tuple(step.decode)
         self.num_prompt = sum(len(c.token_ids) for c in prefill)
@@ -66,6 +71,10 @@ class CudaPlan:
         moved = to_device(torch.from_numpy(np.concatenate(parts)), device).split([part.size for part in parts])
         self.token_ids, self.positions, self.entries, self.sample_rows, self.prefix_entries = moved
         self.decode: dict[int | None, DecodeTables] = {}
+        self.outputs: tuple[OutputWave, ...] = ()
+        if compressed:
+            first = self.num_prompt
+            self.outputs = output_waves(decode, self.positions[first:], self.entries[first:], page_size)
         self.paged: dict[int | None, PrefillPlan] = {}
         self.flat: PrefillPlan | None = None
         self.kept = kept_of(prefill, page_size=page_size, device=device)
@@ -88,6 +97,7 @@ class CudaPlan:
                 self.flat = plan_prefill(q_lens, begins, device=device)
         self.rotation = Rotations(self.positions)
         self.state = plan_state(prefill, decode, device) if slots else None
+        self.compressed_prompts = plan_prompts(prefill, page_size, device) if compressed and prefill else None
 
 
 def kept_of(prefill: Sequence[ChunkRows], *, page_size: int, device: torch.device) -> tuple[PromptCompaction, ...]:

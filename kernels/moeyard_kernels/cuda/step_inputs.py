@@ -6,9 +6,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from moeyard_kernels.cuda.output_rows import OutputWave
 from moeyard_kernels.cuda.plan import PromptCompaction
 from moeyard_kernels.cuda.state_rows import Fields, StateInputs, StateRows
 from moeyard_kernels.cuda.verified_rows import Tails, VerifiedRows
+from moeyard_kernels.types.compressed_rows import CompressedRows
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.expert_layout import max_blocks
 from moeyard_kernels.types.plan_parts import Rotations, entries_at, row_indices
@@ -72,7 +74,7 @@ class StepInputs:
     Missing decode rows are copies of the first one that store nothing. They compute the same bits and choose the same
     experts, so they read no further weights. Missing prompt rows are token 0; they store nothing and attend to nothing,
     and their activations are undefined. Neither have state slots. Prompts without a restored snapshot, or without new
-    ones, copy nothing.
+    ones, copy nothing. With `compressed` attention there are no prompts, and missing rows read the slot of the first.
 
     Without `tails` each sequence has one decode row at a position that the host knows. Its token comes from the host,
     or from row `fed` of `last_ids`, where the step before chose it. With `tails` there are no prompts, and decode rows
@@ -81,6 +83,7 @@ class StepInputs:
 
     # Captured steps keep prompts whole (`StepSize.of`).
     kept: tuple[PromptCompaction, ...] = ()
+    compressed_prompts = None
 
     def __init__(
         self,
@@ -90,14 +93,17 @@ class StepInputs:
         windows: Collection[int | None],
         last_ids: torch.Tensor,
         slots: bool = False,
+        compressed: bool = False,
         tails: Tails | None = None,
     ) -> None:
+        assert not (compressed and size.prompt), "prompts of compressed attention are launched"
         self.size = size
         self.num_prompt, self.num_tokens, self.num_rows = size.prompt, size.rows, size.rows
         self.num_sampled = size.samples
         self._page_size, self._last_ids = page_size, last_ids
         # Rows of one sequence read each other's keys. Without `tails` only copies belong to one sequence.
         self.lone_rows = tails is None
+        self._compressed, self.outputs = compressed, tuple[OutputWave, ...]()
         self.decode: dict[int | None, DecodeTables] = {}
         self.paged: dict[int | None, PrefillPlan] = {}
         self.flat: PrefillPlan | None = None
@@ -105,7 +111,9 @@ class StepInputs:
         self._state: StateInputs | None = None
         if tails is not None:
             assert not size.prompt, "steps that verify drafts have no prompts"
-            self.verified = VerifiedRows(size, tails, page_size=page_size, windows=windows, slots=slots)
+            self.verified = VerifiedRows(
+                size, tails, page_size=page_size, windows=windows, slots=slots, compressed=compressed
+            )
             self._staging = StepStaging(self.verified.fields(), last_ids.device)
             self.verified.bind(self._staging.on_device)
             self.state: StateRows | None = None
@@ -135,6 +143,8 @@ class StepInputs:
             fields |= {"prefix_entries": (torch.int64, (size.keys,)), "cu_kv": (torch.int32, (pad + 1,))}
         if size.decode:
             fields |= {"lens": (torch.int32, (size.decode,)), "table": (torch.int32, (size.decode, size.width))}
+            if self._compressed:
+                fields["slots"] = torch.int64, (size.decode,)
         return fields if self._state is None else fields | self._state.fields()
 
     def _bind(self, on: Mapping[str, torch.Tensor], windows: Collection[int | None]) -> None:
@@ -142,6 +152,15 @@ class StepInputs:
         self.state = None if self._state is None else self._state.rows(on)
         self.token_ids, self.positions, self.entries, self._feed = (on[name] for name in (*_PER_ROW, "feed"))
         self.sample_rows, self.prefix_entries = on.get("sample_rows"), on.get("prefix_entries")
+        if self._compressed and size.decode:
+            rows = CompressedRows(
+                positions=self.positions,
+                places=self.entries,
+                slots=on["slots"],
+                page_table=on["table"],
+                page_size=page_size,
+            )
+            self.outputs = (OutputWave(at=None, rows=rows),)
         for window in windows if size.decode else ():
             self.decode[window] = DecodeTables(
                 page_table=on["table"], kv_lens=on["lens"], page_size=page_size, window=window
@@ -167,6 +186,7 @@ class StepInputs:
             self.positions, self.token_ids = self.verified.positions.flatten(), self.verified.tokens.flatten()
             self.entries = self.verified.entries
             self.decode = self.verified.tables(self.verified.positions + 1)
+            self.outputs = self.verified.outputs(self.positions, self.entries)
         else:
             before = self._last_ids.index_select(0, self._feed.clamp(min=0))
             self.token_ids = torch.where(self._feed < 0, self._staging.on_device["token_ids"], before)
@@ -236,6 +256,10 @@ class StepInputs:
         fed[:count] = [-1 if chunk.fed is None else chunk.fed for chunk in chunks]
         pages = table[np.arange(count), places // self._page_size].astype(np.int64)
         entries[:count] = pages * self._page_size + places % self._page_size
-        for field in (ids, positions, lens, fed, table):
+        more: tuple[np.ndarray, ...] = ()
+        if self._compressed:
+            host["slots"][:count] = [chunk.state_slot for chunk in chunks]
+            more = (host["slots"],)
+        for field in (ids, positions, lens, fed, table, *more):
             field[count:] = field[0]
         entries[count:] = -1

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
+from moeyard_kernels.cuda.output_rows import OutputWave
 from moeyard_kernels.cuda.state_rows import Fields, StateRows
+from moeyard_kernels.types.compressed_rows import CompressedRows
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.plan_parts import Rotations
 from moeyard_kernels.types.prefill_plan import PrefillPlan
@@ -17,7 +19,7 @@ from moeyard_kernels.types.state_slots import StateSlots
 from moeyard_kernels.types.step import ChunkRows
 from moeyard_kernels.types.step_size import StepSize
 
-# Staged if sequences have slots of state.
+# Staged if sequences have slots of recurrent state; of rows by position, only the slots are.
 _STATE = ("slots", "rings")
 
 
@@ -38,6 +40,7 @@ class DraftRows:
     """One row per sequence at `positions` [B], written where `stored`. A `StepPlan`; its tokens are never read."""
 
     num_prompt = 0
+    compressed_prompts = None
     sample_rows = None
     flat: PrefillPlan | None = None
     # Rows of one sequence read each other's keys.
@@ -50,6 +53,7 @@ class DraftRows:
         self.decode = rows.tables(positions + 1)
         self.paged: dict[int | None, PrefillPlan] = {}
         self.rotation = Rotations(positions)
+        self.outputs = rows.outputs(self.positions, self.entries)
 
 
 class VerifiedRows:
@@ -63,10 +67,18 @@ class VerifiedRows:
     """
 
     def __init__(
-        self, size: StepSize, tails: Tails, *, page_size: int, windows: Iterable[int | None], slots: bool
+        self,
+        size: StepSize,
+        tails: Tails,
+        *,
+        page_size: int,
+        windows: Iterable[int | None],
+        slots: bool,
+        compressed: bool = False,
     ) -> None:
         self.size, self.tails = size, tails
-        self._page_size, self._windows, self._slots = page_size, tuple(windows), slots
+        self._page_size, self._windows, self._slots, self._compressed = page_size, tuple(windows), slots, compressed
+        self._state = _STATE if slots else _STATE[:1] if compressed else ()
         device = tails.state.device
         self._numbers = torch.arange(size.queries, device=device)
         self._firsts = torch.arange(0, size.decode, size.queries, device=device)[:, None]
@@ -78,7 +90,7 @@ class VerifiedRows:
             "token_ids": (torch.int64, (size.sequences, size.queries)),
             "table": (torch.int32, (size.sequences, size.width)),
             **dict.fromkeys(("starts", "rows", "feed", "caps", "real", "dropped"), long),
-            **dict.fromkeys(_STATE if self._slots else (), long),
+            **dict.fromkeys(self._state, long),
         }
 
     def bind(self, on_device: Mapping[str, torch.Tensor]) -> None:
@@ -87,11 +99,11 @@ class VerifiedRows:
 
     def fill(self, host: Mapping[str, np.ndarray], chunks: Sequence[ChunkRows]) -> None:
         """Take decode chunks that fit. Without chunks the rows are those of an empty step."""
-        count, of_state = len(chunks), _STATE if self._slots else ()
+        count, of_state = len(chunks), self._state
         if not count:
             host["rows"][:] = host["caps"][:] = 1
             host["feed"][:] = -1
-            if of_state:
+            if self._slots:
                 host["rings"][:] = 1
             return
         host["rows"][:count] = [len(chunk.token_ids) for chunk in chunks]
@@ -107,6 +119,7 @@ class VerifiedRows:
         host["real"][:] = np.arange(self.size.sequences) < count
         if of_state:
             host["slots"][:count] = [chunk.state_slot for chunk in chunks]
+        if self._slots:
             host["rings"][:count] = [chunk.state_ring for chunk in chunks]
         for name in ("rows", "starts", "feed", "caps", "dropped", "token_ids", "table", *of_state):
             host[name][count:] = host[name][0]
@@ -157,6 +170,20 @@ class VerifiedRows:
         places = positions - self._on["dropped"][:, None]
         pages = self._on["table"].gather(1, places // self._page_size).long()
         return pages * self._page_size + places % self._page_size
+
+    def outputs(self, positions: torch.Tensor, places: torch.Tensor) -> tuple[OutputWave, ...]:
+        """Return the rows of compressed attention at positions and places [B Q] or [B]; none without it."""
+        if not self._compressed:
+            return ()
+        on = self._on
+        rows = CompressedRows(
+            positions=positions,
+            places=places,
+            slots=on["slots"],
+            page_table=on["table"],
+            page_size=self._page_size,
+        )
+        return (OutputWave(at=None, rows=rows),)
 
     def tables(self, ends: torch.Tensor) -> dict[int | None, DecodeTables]:
         """Return, per sliding window, the pages and lengths that rows see which end before positions [B] or [B, Q]."""

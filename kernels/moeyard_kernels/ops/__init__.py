@@ -20,6 +20,14 @@ from moeyard_kernels.ops.attention import (
     rope_gqa_decode,
     snapkv_scores,
 )
+from moeyard_kernels.ops.compressed_attention import (
+    compressed_decode,
+    compressed_pool,
+    compressed_rotate,
+    output_choice,
+    output_scores,
+    rotate_back,
+)
 from moeyard_kernels.ops.elementwise import (
     add_rms_norm,
     gated_rms_norm,

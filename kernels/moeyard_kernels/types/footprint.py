@@ -7,6 +7,8 @@ from typing import Protocol
 # Grouped attention over DecodeTables splits keys at multiples of this many positions; for latent attention see
 # `mla_split`.
 GQA_SPLIT = 512
+# Compressed attention splits the entries that a row sees at multiples of this many. The window is one split more.
+COMPRESSED_SPLIT = 256
 # Largest bytes of one launch's sums, unless one sequence needs more. Captured steps have room for the longest sequence
 # in all rows; other steps may recompute thousands of rows.
 CAPTURED, LAUNCHED = 1 << 30, 1 << 28
@@ -29,15 +31,19 @@ def num_splits(positions: int, split: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitSums:
-    """fp32 partial results per split, query row and head: a sum of `dim` values and its log-sum-exp."""
+    """fp32 partial results per split, query row and head: a sum of `dim` values and its log-sum-exp.
+
+    more: splits of every row besides those of its positions.
+    """
 
     heads: int
     dim: int
     split: int
+    more: int = 0
 
     def shape(self, sequences: int, queries: int, positions: int) -> tuple[int, int, int, int]:
         """Return the shape of the sums, [B, S, Q heads, dim]. The log-sum-exps are [B, S, Q heads]."""
-        return sequences, num_splits(positions, self.split), queries * self.heads, self.dim
+        return sequences, num_splits(positions, self.split) + self.more, queries * self.heads, self.dim
 
     def together(self, sequences: int, queries: int, positions: int, most: int) -> int:
         """Return how many sequences, at least 1, have sums of at most `most` bytes, log-sum-exps not counted.
@@ -116,8 +122,16 @@ class Footprints(Protocol):
         ...
 
     def compressed(
-        self, *, num_heads: int, head_dim: int, ratio: int, index_heads: int, index_dim: int, groups_width: int
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        ratio: int,
+        index_heads: int,
+        index_dim: int,
+        top_k: int,
+        groups_width: int,
     ) -> Footprint:
-        """DeepSeek-V4's attention with an entry per `ratio` positions (0: none), and the width of its groups' outputs.
-        Raises ValueError if the backend has none."""
+        """DeepSeek-V4's attention with an entry per `ratio` positions (0: none), of which an indexer with heads chooses
+        `top_k`, and the width of its groups' outputs."""
         ...

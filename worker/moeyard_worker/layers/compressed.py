@@ -119,6 +119,7 @@ class Compressed:
             ratio=self.ratio,
             index_heads=0 if self.indexer is None else self.indexer.num_heads,
             index_dim=0 if self.indexer is None else self.indexer.head_dim,
+            top_k=0 if self.indexer is None else self.indexer.top_k,
             groups_width=self.groups * self.o_rank,
         )
 

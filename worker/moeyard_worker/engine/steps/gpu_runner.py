@@ -15,7 +15,7 @@ from itertools import chain
 
 import torch
 
-from moeyard_kernels.backend import StepBackend
+from moeyard_kernels.backend import StepBackend, StepPlan
 from moeyard_kernels.types.sampling import SampledTokens
 from moeyard_kernels.types.sending import to_device
 from moeyard_kernels.types.step_size import StepSize
@@ -43,7 +43,7 @@ from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.models.decoder import Load
 from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.scheduling.request import Request
-from moeyard_worker.scheduling.step import Step
+from moeyard_worker.scheduling.step import Chunk, Step
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,8 @@ class GpuRunner:
 
     `max_sequences` bounds the sequences of a step, `max_pages` the pages of each, `max_prompt` the prompt rows of a
     step. Each sequence has up to `num_drafts` drafts; if `adaptive`, each step chooses how many. `captures_prompts`:
-    steps with prompts need nothing from the host. `num_replayed` and `num_eager` count steps; `num_rows` counts the
-    rows of replayed steps, `num_padded_rows` the same with padding.
+    steps with prompts need nothing from the host. They run eagerly if the backend cannot capture them. `num_replayed`
+    and `num_eager` count steps; `num_rows` counts the rows of replayed steps, `num_padded_rows` the same with padding.
 
     With `ExchangeTraits.graphs_per_epoch`, each size is captured at its first use in an epoch, and only without
     prompts, because the host must read the counts of prompt rows.
@@ -82,6 +82,7 @@ class GpuRunner:
         # Whether a rank captures steps in which a peer has prompts, and the most prompt rows that it captures itself.
         self._captures_prompts = captures_prompts and not self._per_epoch
         replays_prompts = self._captures_prompts and (not num_drafts or exchange.traits.local)
+        replays_prompts = replays_prompts and backend.captures_prompts
         self._max_captured_prompt = min(max_prompt, MAX_PROMPT) if replays_prompts else 0
         # A step has one row per sequence, or as many as the step before drafted.
         self._queries = range(1, 2 + num_drafts) if adaptive else sorted({1, 1 + num_drafts})
@@ -172,19 +173,47 @@ class GpuRunner:
     def _warm_runs(self) -> Iterator[Callable[[], object]]:
         """Yield the launches of eager steps."""
         model, sizes = self._runner.model, {size for size in (*_WARM, self._max_prompt) if size <= self._max_prompt}
-        if not self._drafts and self._captures_prompts and self._exchange.traits.capturable:
+        if not self._drafts and self._max_captured_prompt and self._exchange.traits.capturable:
             # Captured sizes are compiled by their own warm-up run.
             sizes = {size for size in sizes if size > MAX_PROMPT}
         for size in sorted(sizes, reverse=True):
+            speculation = self._runner.speculation if self._drafts else None
+            if not self._backend.captures_prompts:
+                plan = self._backend.plan(self._prompt_of(size))
+                self._exchange.steps.set_rows(PeerRows(plan.num_rows))
+                yield partial(self._run if speculation is None else speculation.warm, plan)
+                continue
             keys = size if self._backend.flat else 0
             self._exchange.steps.set_rows(PeerRows(size))
             step = self._programs(StepSize(prompt=size, chunks=CHUNKS, keys=keys, width=self._max_pages))
-            speculation = self._runner.speculation if self._drafts else None
             yield step.parts[MODEL] if speculation is None else partial(speculation.warm, step.state.inputs)
         row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
         yield partial(warm_scoring, self._backend, model.head, row)
         if self._drafts:
             yield self._sampler.warm
+
+    def _prompt_of(self, num_rows: int) -> Step:
+        """Return a prompt of at most `num_rows` rows in the first pages and the first slot, which hold nothing yet."""
+        page_size = self._backend.page_size
+        rows = min(num_rows, self._max_pages * page_size)
+        pages, slot = range(-(-rows // page_size)), 0 if self._runner.config.has_slots else -1
+        chunk = Chunk(
+            key=(b"", ""),
+            start=0,
+            token_ids=(0,) * rows,
+            pages=tuple(pages),
+            state_slot=slot,
+            prompt=True,
+            num_sampled=1,
+        )
+        return Step(prefill=(chunk,))
+
+    def _run(self, plan: StepPlan) -> None:
+        """Launch the model over a plan with one sampled row, and the choice of its token."""
+        model = self._runner.model
+        logits = self._sampler.logits[:1]
+        model.sampled(model.hidden(plan), plan, out=logits)
+        self._backend.sample(logits)
 
     def rows_of(self, step: Step) -> int:
         """Return the most rows, with padding, that a step brings to its exchanges. Padding only matters to exchanges
