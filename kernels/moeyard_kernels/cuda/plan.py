@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from moeyard_kernels.cuda.compressed_prompts import plan_prompts
 from moeyard_kernels.cuda.state_rows import plan_state
 from moeyard_kernels.types.decode_tables import DecodeTables
 from moeyard_kernels.types.footprint import LAUNCHED
@@ -42,6 +43,7 @@ class CudaPlan:
     lone_rows: whether no sequence has two decode rows.
     state: how rows reach state in slots, if asked for.
     kept: for each prompt that ends in this step and is kept in part.
+    compressed_prompts: tables of the prompt chunks for compressed attention, if asked for.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class CudaPlan:
         flat: bool,
         device: torch.device,
         slots: bool = False,
+        compressed: bool = False,
     ) -> None:
         prefill, decode = tuple(step.prefill), tuple(step.decode)
         self.num_prompt = sum(len(c.token_ids) for c in prefill)
@@ -88,6 +91,7 @@ class CudaPlan:
                 self.flat = plan_prefill(q_lens, begins, device=device)
         self.rotation = Rotations(self.positions)
         self.state = plan_state(prefill, decode, device) if slots else None
+        self.compressed_prompts = plan_prompts(prefill, page_size, device) if compressed and prefill else None
 
 
 def kept_of(prefill: Sequence[ChunkRows], *, page_size: int, device: torch.device) -> tuple[PromptCompaction, ...]:
