@@ -5,6 +5,7 @@ import torch
 from tests.kernels.compressed_cases import (
     DEVICE,
     DTYPES,
+    PAGE,
     Chunk,
     Rows,
     chunk,
@@ -18,6 +19,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.attention import attend_entries as triton_kernel
 from moeyard_kernels.attention.attend_entries import CONFIGS, EntriesConfig
 from moeyard_kernels.types.layers import CompressedLayer
+from moeyard_kernels.types.plan_parts import entries_of
 
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -39,12 +41,13 @@ def attended(
 
 
 def choices(chunks: list[Chunk], top_k: int = 8) -> torch.Tensor:
-    """Return a random choice for each row that chooses, and NaN-like indices for all others."""
+    """Return the places of a random choice for each row that chooses, and no places for all others."""
     tables = tables_of(*chunks)
     found = torch.full((tables.num_rows, top_k), -77, dtype=torch.int32)
-    for row, (_, position) in enumerate(tables.rows.tolist()):
+    for row, (b, position) in enumerate(tables.rows.tolist()):
         if (position + 1) // 4 > top_k:
-            found[row] = torch.randperm((position + 1) // 4)[:top_k].sort().values.int()
+            chosen = torch.randperm((position + 1) // 4)[:top_k].sort().values
+            found[row] = torch.from_numpy(entries_of(chunks[b].pages, chosen.numpy() * 4 + 3, PAGE) // 4).int()
     return found.to(DEVICE)
 
 
@@ -91,12 +94,12 @@ def test_rows_do_not_depend_on_chunks_and_tiles(config: EntriesConfig) -> None:
     assert torch.equal(cut[2:], whole[128:])
 
 
-def test_choosing_changes_no_bit_of_rows_that_see_all() -> None:
-    """A row that chose all its entries has the bits of one that did not have to."""
-    layer, chunks = make_layer(4), [chunk(128, 2, slot=0)]
-    rows = make_rows(layer, 2)
-    every = torch.arange(32, dtype=torch.int32, device=DEVICE).expand(2, 32).contiguous()
-    assert torch.equal(attended(layer, rows, chunks, found=every), attended(layer, rows, chunks))
+def test_choices_of_others_change_no_bit() -> None:
+    """Rows that see at most top_k entries have the bits of rows of a layer without choices."""
+    layer, chunks = make_layer(4), [chunk(128, 3, slot=0)]
+    rows = make_rows(layer, 3)
+    none = torch.full((3, 32), -77, dtype=torch.int32, device=DEVICE)
+    assert torch.equal(attended(layer, rows, chunks, found=none), attended(layer, rows, chunks))
 
 
 def test_bad_arguments_are_named() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tests.kernels.compressed_cases import DEVICE, chunk, tables_of
+from tests.kernels.compressed_cases import DEVICE, chunk, make_layer, tables_of
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import choose_entries as triton_kernel
@@ -29,13 +29,14 @@ def make_scores(kind: str, num_rows: int, width: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["random", "zeros of both signs", "few values", "close values", "infinities"])
 def test_kernel_chooses_like_the_reference(kind: str, config: ChoiceConfig) -> None:
     tables = tables_of(chunk(0, 37, slot=0), chunk(512, 3, slot=1), chunk(1024, 1, slot=2))
+    pooling = make_layer(4).pooling
     [chosen] = tables.chosen(4, TOP_K)
     scores = make_scores(kind, len(chosen.rows), chosen.width)
     # A row does not read scores of entries that it does not see.
     for i, row in enumerate(chosen.rows.tolist()):
         scores[i, (int(tables.rows[row, 1]) + 1) // 4 :] = float("nan")
     got, wanted = (torch.full((41, TOP_K), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    options = {"ratio": 4, "top_k": TOP_K, "chosen": chosen, "tables": tables}
+    options = {"pooling": pooling, "top_k": TOP_K, "chosen": chosen, "tables": tables}
     triton_kernel.choose_entries(scores, got, config=config, **options)
     ops.choose_entries.reference(scores, wanted, **options)
     assert torch.equal(got, wanted)
@@ -51,5 +52,6 @@ def test_odd_numbers_of_entries() -> None:
         scores = torch.ones(1, chosen.width, device=DEVICE)
         scores[0, lowest] = -1.0
         found = torch.empty(24, 5, dtype=torch.int32, device=DEVICE)
-        triton_kernel.choose_entries(scores, found, ratio=4, top_k=5, chosen=chosen, tables=tables, config=SMALL)
+        options = {"pooling": make_layer(4).pooling, "top_k": 5, "chosen": chosen, "tables": tables}
+        triton_kernel.choose_entries(scores, found, config=SMALL, **options)
         assert found[23].tolist() == [each for each in range(6) if each != lowest]

@@ -4,7 +4,7 @@ A row sees its keys in blocks of BN: first the window, from its oldest position 
 With c = scale log2(e):
 
     s = q . k (d ascending);  m' = max(m, c max s);  p = 2^fma(s, c, -m');  a = 2^(m - m')
-    l = fma(l, a, p) per key of a block;  o = o a + bf16(p) k;  out = o / (sum l + 2^(sink log2(e) - m))
+    l = fma(l, a, p) per key of a block;  o = o a + bf16(p) k;  out = o (1 / (sum l + 2^(sink log2(e) - m)))
 
 m begins as the sink. So a row's bits depend on its query and its keys alone. Keys are gathered, so nothing is shared
 between rows: a row whose entries are chosen costs the same behind any prompt.
@@ -118,15 +118,14 @@ def _attend_entries_kernel(
         for i_n in tl.range(0, num_seen, BN, num_stages=STAGES):
             o_n = i_n + tl.arange(0, BN)
             m_n = o_n < num_seen
-            b_w = o_n
+            b_place = place_of(p_pages, i_b, tl.where(m_n, o_n, 0), MAX_PAGES, RATIO, GRANULE, PAGE)
             if TOP > 0:
-                b_w = tl.load(p_found + i_row.to(tl.int64) * TOP + o_n, mask=m_n & is_chosen, other=0)
-                b_w = tl.where(is_chosen, b_w, o_n)
-            b_place = place_of(p_pages, i_b, tl.where(m_n, b_w, 0), MAX_PAGES, RATIO, GRANULE, PAGE)
+                b_found = tl.load(p_found + i_row.to(tl.int64) * TOP + o_n, mask=m_n & is_chosen, other=0)
+                b_place = tl.where(is_chosen, b_found.to(tl.int64), b_place)
             b_acc, b_m, b_l = _add_block(b_acc, b_m, b_l, b_q, p_entries + b_place * D, m_n, c, D, BM, BD, BN)
 
     b_total = sum_over_keys(b_l, BM, BN, LOG2_BN, 1) + tl.exp2(b_sink - b_m)
-    b_out = tl.div_rn(b_acc, tl.broadcast_to(b_total[:, None], b_acc.shape))
+    b_out = b_acc * tl.div_rn(tl.full([BM], 1.0, tl.float32), b_total)[:, None]
     p_block = p_out + (i_row.to(tl.int64) * H + o_h)[:, None] * D + o_d[None, :]
     tl.store(p_block, b_out.to(p_out.dtype.element_ty), mask=m_q)
 

@@ -67,8 +67,8 @@ def store_entry(
     """Store the entry [D] of block i_w at p_entry.
 
     p_new: the values, then the gates, of position i_start, with C = 2 D columns each if OVERLAPS, else D. Rows of later
-    positions follow, s_new apart. p_old: the same columns of a slot of SIZE rows, s_old apart, with position p in row p %
-    SIZE. Positions before i_start are read from there. p_rope [positions, R].
+    positions follow, s_new apart. p_old: the same columns of a slot of SIZE rows, s_old apart, with position p in row
+    p % SIZE. Positions before i_start are read from there. p_rope [positions, R].
     """
     C: tl.constexpr = 2 * D if OVERLAPS else D
     OWN: tl.constexpr = D if OVERLAPS else 0
@@ -93,8 +93,8 @@ def store_entry(
                 RATIO,
             )  # fmt: skip
     b_total, b_sum = _add_rows(
-        p_new + OWN, p_old + OWN, s_new, s_old, p_bias + OWN, i_first, i_start, SIZE, o_d, m_d, b_top, b_total, b_sum, C,
-        RATIO,
+        p_new + OWN, p_old + OWN, s_new, s_old, p_bias + OWN, i_first, i_start, SIZE, o_d, m_d, b_top, b_total, b_sum,
+        C, RATIO,
     )  # fmt: skip
     DTYPE: tl.constexpr = p_entry.dtype.element_ty
     b_x = tl.where(m_d, round_to(tl.div_rn(b_sum, b_total), DTYPE), 0.0)

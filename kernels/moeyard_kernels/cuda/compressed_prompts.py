@@ -95,7 +95,10 @@ class CompressedPrompts:
     def _found(
         self, compressed: torch.Tensor, wanted: torch.Tensor | None, tables: PromptTables
     ) -> torch.Tensor | None:
-        """Return the entries that rows choose, int32 [P, top_k]; undefined for rows that see at most top_k entries."""
+        """Return the places of chosen entries, int32 [P, top_k]; undefined for rows that see at most top_k entries.
+
+        Pages of entries and of the indexer's entries have the same places.
+        """
         indexer = self._layer.indexer
         if indexer is None:
             return None
@@ -106,8 +109,7 @@ class CompressedPrompts:
         found = torch.empty(tables.num_rows, indexer.top_k, dtype=torch.int32, device=wanted.device)
         weights = compressed[:, -indexer.num_heads :]
         for chosen in parts:
-            scores = ops.index_scores(wanted, weights, pooling=indexer.pooling, chosen=chosen, tables=tables)
-            ops.choose_entries(
-                scores, found, ratio=indexer.pooling.ratio, top_k=indexer.top_k, chosen=chosen, tables=tables
-            )
+            options = {"pooling": indexer.pooling, "chosen": chosen, "tables": tables}
+            scores = ops.index_scores(wanted, weights, **options)
+            ops.choose_entries(scores, found, top_k=indexer.top_k, **options)
         return found

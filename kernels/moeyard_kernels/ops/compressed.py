@@ -51,10 +51,10 @@ def pool_blocks(
 ) -> None:
     """Write the entries of all blocks that end in the chunks into the pages of `pooling`.
 
-    compressed [P, C'] holds the values, then the gates, of this pooling from `column` on, and `pending` those of earlier
-    positions. An entry is the sum of its positions' values, weighted by the softmax of gates plus bias in each column.
-    Then it is rounded, normalised and rotated at its first position. rope [positions, Dr]: cos, then sin. Sums are fp32
-    in the order of positions. Bits: a GPU gives the same ones for every cut into chunks.
+    compressed [P, C'] holds the values, then the gates, of this pooling from `column` on. `pending` holds those of
+    earlier positions. An entry is the sum of its positions' values, weighted by the softmax of gates plus bias in each
+    column. Then it is rounded, normalised and rotated at its first position. rope [positions, Dr]: cos, then sin. Sums
+    are fp32 in the order of positions. Bits: a GPU gives the same ones for every cut into chunks.
     """
     ratio, width, dim = pooling.ratio, pooling.bias.shape[1], pooling.norm.shape[0]
     chunks = tables.chunks.tolist()
@@ -117,30 +117,32 @@ def index_scores(
 @op(
     "attention.choose_entries",
     "top_k > 0",
-    "ratio > 0",
+    "pooling.entries.shape[0] * pooling.granule < 2**31",
     scores="fp32 [R, _] contiguous",
     found="int32 [P, top_k] contiguous",
     **{"chosen.rows": "int32 [R] contiguous"},
     **_TABLES,
 )
 def choose_entries(
-    scores: torch.Tensor, found: torch.Tensor, *, ratio: int, top_k: int, chosen: ChosenRows, tables: PromptTables
+    scores: torch.Tensor, found: torch.Tensor, *, pooling: Pooling, top_k: int, chosen: ChosenRows, tables: PromptTables
 ) -> None:
-    """Write into found [P, top_k] the entries with the `top_k` largest scores of each of some rows, ascending.
+    """Write into found [P, top_k] the places in the pages of the `top_k` best entries of each of some rows.
 
-    Of equal scores the lowest entries are taken. A row at position p has (p + 1) // ratio > top_k scores. The result is
-    exact.
+    They are in ascending order of entries. Of equal scores the lowest entries are taken. A row at position p has
+    (p + 1) // ratio > top_k scores. The result is exact.
     """
     for i, row in enumerate(chosen.rows.tolist()):
-        seen = (int(tables.rows[row, 1]) + 1) // ratio
-        order = scores[i, :seen].sort(descending=True, stable=True).indices[:top_k]
-        found[row] = order.sort().values.int()
+        b, position = tables.rows[row].tolist()
+        seen = (position + 1) // pooling.ratio
+        best = scores[i, :seen].sort(descending=True, stable=True).indices[:top_k]
+        found[row] = _places(tables, pooling, b, 0, seen)[best.sort().values].int()
 
 
 @op(
     "attention.attend_entries",
     "scale > 0",
     "window > 0",
+    "pooling is None or pooling.entries.shape[0] * pooling.granule < 2**31",
     queries="float [P, H, D] rows",
     keys="queries [P, D] rows",
     recent="queries [num_slots, size, D] contiguous",
@@ -164,9 +166,9 @@ def attend_entries(
     """Attend to the last `window` positions, and to entries of earlier blocks -> [P, H, D] in the dtype of queries.
 
     A key is its value too, and serves all heads. keys [P, D] are those of this step, and `recent` holds earlier ones.
-    A row at position p sees the first (p + 1) // ratio entries of `pooling`, or those that it `found` [P, top_k], if they
-    are more than top_k. sink [H] is the logit of a key whose value is zero. Bits: a GPU gives the same ones for every
-    cut into chunks.
+    A row at position p sees the first (p + 1) // ratio entries of `pooling`. If there are more than top_k, it sees
+    those at the places `found` [P, top_k]. sink [H] is the logit of a key whose value is zero. Bits: a GPU gives the
+    same ones for every cut into chunks.
     """
     out = queries.new_empty(queries.shape)
     chunks = tables.chunks.tolist()
@@ -177,10 +179,8 @@ def attend_entries(
         if low < start:
             seen.insert(0, recent[before, torch.arange(low, start, device=recent.device) % recent.shape[1]])
         if pooling is not None and (count := (position + 1) // pooling.ratio):
-            places = _places(tables, pooling, b, 0, count)
-            if found is not None and count > found.shape[1]:
-                places = places[found[row].long()]
-            seen.append(pooling.entries[places])
+            chosen = found is not None and count > found.shape[1]
+            seen.append(pooling.entries[found[row].long() if chosen else _places(tables, pooling, b, 0, count)])
         known = torch.cat(seen).float()
         scores = torch.cat((queries[row].float() @ known.t() * scale, sink.unsqueeze(1)), 1)
         out[row] = (scores.softmax(1)[:, :-1] @ known).to(out.dtype)
