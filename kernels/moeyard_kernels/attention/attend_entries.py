@@ -18,9 +18,17 @@ import torch
 import triton
 import triton.language as tl
 
+from moeyard_kernels.attention.attend_entries_hopper import attend_entries_hopper_kernel
 from moeyard_kernels.attention.decode_splits import sum_over_keys
 from moeyard_kernels.attention.pool_blocks import place_of
-from moeyard_kernels.common.launch import MAX_GRID_X, finish, interpreted, new_output
+from moeyard_kernels.common.launch import (
+    MAX_GRID_X,
+    finish,
+    interpreted,
+    new_output,
+    num_multiprocessors,
+    on_hopper,
+)
 from moeyard_kernels.common.rounding import INTERPRETED, round_to
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.decode_tables import BLOCK
@@ -34,18 +42,19 @@ _UNSEEN = tl.constexpr(-2e38)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntriesConfig(Config):
-    """BM heads per program."""
+    """BM heads per program. kernel: the Triton kernel, or `attend_entries_hopper` where it can run."""
 
-    kernel: Literal["triton"] = "triton"
+    kernel: Literal["triton", "hopper"]
     BM: int
 
 
 CONFIGS = (
-    EntriesConfig(BM=64, num_warps=8, num_stages=2),
-    EntriesConfig(BM=16, num_warps=4, num_stages=2),
+    EntriesConfig(kernel="hopper", BM=64, num_warps=8, num_stages=2),
+    EntriesConfig(kernel="triton", BM=64, num_warps=8, num_stages=2),
+    EntriesConfig(kernel="triton", BM=16, num_warps=4, num_stages=2),
 )
 # Fits a tile of fp32, whose products do not run on tensor cores.
-_FP32 = EntriesConfig(BM=16, num_warps=8, num_stages=1)
+_FP32 = EntriesConfig(kernel="triton", BM=16, num_warps=8, num_stages=1)
 
 
 @triton.jit
@@ -134,7 +143,14 @@ def default_config(queries: torch.Tensor) -> EntriesConfig:
     """Return the config of untuned shapes."""
     if queries.dtype == torch.float32 and not interpreted():
         return _FP32
-    return CONFIGS[0] if queries.shape[1] > 16 else CONFIGS[1]
+    return CONFIGS[0] if queries.shape[1] > 16 else CONFIGS[2]
+
+
+def suits_hopper(queries: torch.Tensor, keys: torch.Tensor, recent: torch.Tensor, window: int) -> bool:
+    """Return whether the Hopper kernel can run: keys of 512 values in aligned rows, and a window of several blocks."""
+    aligned = all(stride % 8 == 0 for stride in (*queries.stride()[:2], keys.stride(0)))
+    fits = recent.shape[0] * recent.shape[1] < 2**31 and queries.shape[2] == 512
+    return on_hopper(queries) and aligned and fits and window > BLOCK
 
 
 def attend_entries(
@@ -159,7 +175,7 @@ def attend_entries(
     out = new_output(num_rows, heads, dim, like=queries)
     if not grid:
         return finish(out, queries.dtype)
-    _attend_entries_kernel[(grid,)](
+    arguments = (
         queries,
         keys,
         recent,
@@ -175,20 +191,30 @@ def attend_entries(
         scale * LOG2E,
         *queries.stride()[:2],
         keys.stride(0),
-        H=heads,
-        D=dim,
-        SIZE=recent.shape[1],
-        WINDOW=window,
-        RATIO=0 if pooling is None else pooling.ratio,
-        GRANULE=1 if pooling is None else pooling.granule,
-        PAGE=tables.page_size,
-        TOP=0 if found is None else found.shape[1],
-        LOG2E=LOG2E,
-        BM=config.BM,
-        BD=max(16, triton.next_power_of_2(dim)),
-        BN=BLOCK,
-        LOG2_BN=BLOCK.bit_length() - 1,
-        STAGES=config.num_stages,
-        **config.options,
     )
+    sizes = {
+        "H": heads,
+        "D": dim,
+        "SIZE": recent.shape[1],
+        "WINDOW": window,
+        "RATIO": 0 if pooling is None else pooling.ratio,
+        "GRANULE": 1 if pooling is None else pooling.granule,
+        "PAGE": tables.page_size,
+        "TOP": 0 if found is None else found.shape[1],
+        "LOG2E": LOG2E,
+        "BM": config.BM,
+        "BN": BLOCK,
+        "LOG2_BN": BLOCK.bit_length() - 1,
+    }
+    if config.kernel == "hopper" and suits_hopper(queries, keys, recent, window):
+        programs = min(grid, num_multiprocessors(queries))
+        attend_entries_hopper_kernel[(programs,)](*arguments, **sizes, UNSEEN=_UNSEEN.value, num_warps=config.num_warps)
+    else:
+        _attend_entries_kernel[(grid,)](
+            *arguments,
+            **sizes,
+            BD=max(16, triton.next_power_of_2(dim)),
+            STAGES=config.num_stages,
+            **config.options,
+        )
     return finish(out, queries.dtype)
