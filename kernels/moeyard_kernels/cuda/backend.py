@@ -5,7 +5,7 @@ It also runs without a GPU: on the CPU the ops run their references, which lets 
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.capturing import capture, capture_while_serving, compile_ahead, without_collection
 from moeyard_kernels.cuda.compressed import CudaCompressed
 from moeyard_kernels.cuda.experts import CudaExpertSlots
-from moeyard_kernels.cuda.footprint import NO_COMPRESSED, STREAM_SLOTS
+from moeyard_kernels.cuda.footprint import STREAM_SLOTS
 from moeyard_kernels.cuda.gate import CudaGate, GateCounts
 from moeyard_kernels.cuda.hyper_connections import CudaHyperSite, write_streams
 from moeyard_kernels.cuda.linear_attention import CudaGdn, CudaKda

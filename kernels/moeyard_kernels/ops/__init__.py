@@ -20,6 +20,7 @@ from moeyard_kernels.ops.attention import (
     rope_gqa_decode,
     snapkv_scores,
 )
+from moeyard_kernels.ops.compressed import attend_entries, choose_entries, index_scores, keep_last, pool_blocks
 from moeyard_kernels.ops.compressed_attention import (
     compressed_decode,
     compressed_pool,
