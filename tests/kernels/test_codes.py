@@ -7,7 +7,15 @@ import torch
 
 from moeyard_kernels.common import codes
 from moeyard_kernels.types.matrix import Matrix, dequantize, pack_codes, tile_
-from moeyard_kernels.types.weight_form import WeightForm, fp4_form, fp4_tiles, fp8_form, fp8_tiles, int4_form, int4_tiles
+from moeyard_kernels.types.weight_form import (
+    WeightForm,
+    fp4_form,
+    fp4_tiles,
+    fp8_form,
+    fp8_tiles,
+    int4_form,
+    int4_tiles,
+)
 
 TEXTS = {
     "fp4": (codes.FP4_0, codes.FP4_1, codes.FP4_2, codes.FP4_3),

@@ -96,6 +96,8 @@ def tile_(out: Matrix, matrix: Matrix) -> None:
         tiled = source.T.unsqueeze(1)
         if target.dtype == torch.uint8 and tiled.is_floating_point():
             tiled = _exponents(tiled)
+        if tiled.shape[2] == 1 and out.form.parts[1].rows == 1:
+            tiled = tiled.expand(target.shape)  # one scale for all rows
         assert (target.shape, target.dtype) == (tiled.shape, tiled.dtype), f"{matrix.form} does not fit {out.form}"
         target.copy_(tiled)
 

@@ -12,7 +12,8 @@ _FP8_MAX, _FP4_MAX, _INT4_MAX = 448.0, 6.0, 7.0
 def quantize(values: torch.Tensor, form: WeightForm) -> Matrix:
     """Return values [N, K] in the untiled form with the codes and blocks of `form`.
 
-    A block of zeros has a scale of 1. Scales of e2m1 codes are rounded up to powers of two. Raises ValueError for a form with zero points.
+    A block of zeros has a scale of 1. Scales of e2m1 codes are rounded up to powers of two. Raises ValueError for a
+    form with zero points.
     """
     values = values.float()
     part = form.parts[1]
