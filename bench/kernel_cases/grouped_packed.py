@@ -10,7 +10,7 @@ from kernel_cases.case import Case, Target, assert_bits
 from moeyard_kernels.experts import expert_layout, grouped_gemm, grouped_packed
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.types.matrix import Matrix, dequantize
-from moeyard_kernels.types.weight_form import WeightForm, fp8_tiles, int4_tiles
+from moeyard_kernels.types.weight_form import WeightForm, fp4_tiles, fp8_tiles, int4_tiles
 
 OPS = ("grouped_gemm_packed",)
 TOP_K = 8
@@ -20,6 +20,7 @@ FORMS = MappingProxyType(
     {
         "fp8": fp8_tiles(128, 128),
         "int4 g128": int4_tiles(128, scales="bfloat16", zeros=False),
+        "fp4": fp4_tiles(32),
         "int4 g32, zeros": int4_tiles(32, scales="float32", zeros=True),
     }
 )
@@ -35,6 +36,8 @@ def random_stack(form: WeightForm, count: int, *, matrices: int, rows: int, colu
             if form.name == "fp8":
                 # A code of which all bits but the sign are set is NaN.
                 array = torch.where((array & 0x7F == 0x7F) | (array & 0x7F00 == 0x7F00), 0x3838, array)
+        elif form.name == "fp4":
+            array = torch.randint(116, 121, shape, dtype=torch.uint8, device="cuda")
         elif part.name == "zeros":
             array = torch.randint(0, 17, shape, dtype=torch.uint8, device="cuda")
         else:

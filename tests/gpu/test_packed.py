@@ -13,7 +13,7 @@ from tests.rank import Rank
 
 from moeyard_kernels import ops
 from moeyard_kernels.types.expert_layout import ExpertPairs
-from moeyard_kernels.types.weight_form import fp8_tiles, int4_tiles
+from moeyard_kernels.types.weight_form import fp4_tiles, fp8_tiles, int4_tiles
 from moeyard_worker.protocol import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +26,7 @@ FORMS = {
     "int4 g32": int4_tiles(32, scales="bfloat16", zeros=False),
     "int4 g64, zeros": int4_tiles(64, scales="bfloat16", zeros=True),
     "int4 g128, fp32 scales": int4_tiles(128, scales="float32", zeros=True),
+    "fp4": fp4_tiles(32),
     "int4 rows": int4_tiles(None, scales="bfloat16", zeros=False),
 }
 

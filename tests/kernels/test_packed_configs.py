@@ -4,11 +4,12 @@ import pytest
 
 from moeyard_kernels.experts.grouped_packed import MAX_SHARED, default_config
 from moeyard_kernels.experts.packed_product import shared_bytes
-from moeyard_kernels.types.weight_form import WeightForm, fp8_tiles, int4_tiles
+from moeyard_kernels.types.weight_form import WeightForm, fp4_tiles, fp8_tiles, int4_tiles
 
 FORMS = {
     "fp8 blocks": fp8_tiles(128, 128),
     "fp8 rows": fp8_tiles(1, None),
+    "fp4": fp4_tiles(32),
     "int4 g32": int4_tiles(32, scales="bfloat16", zeros=False),
     "int4 g32, fp32 scales and zeros": int4_tiles(32, scales="float32", zeros=True),
     "int4 g128, fp32 scales and zeros": int4_tiles(128, scales="float32", zeros=True),

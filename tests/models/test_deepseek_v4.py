@@ -6,6 +6,7 @@ test_linear_attention.py tests that it has one answer for every cut and neighbou
 import copy
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from tests.checkpoints import VOCAB_SIZE, add_v4_drafts, edit_config, edit_tenso
 from tests.quantised import fp8_blocks
 from tests.rank import Rank
 
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.types.matrix import blob_views, dequantize
 from moeyard_worker.checkpoint.converting import dequantized
-from moeyard_worker.checkpoint.loading import open_checkpoint
+from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.assembly.local import greedy_tokens, local_runner, prompt_logits
@@ -25,6 +28,7 @@ from moeyard_worker.engine.assembly.verify import reference_model
 from moeyard_worker.layers import compressed
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.shapes import served_model
+from moeyard_worker.models.spec import model_spec
 from moeyard_worker.protocol import KvCompression, Rejected, SamplingParams, Submit
 from moeyard_worker.scheduling.step import Chunk, Step
 
@@ -124,6 +128,46 @@ def test_released_codes(tmp_path: Path) -> None:
     edit_config(pair[0], expert_dtype="fp6")
     with pytest.raises(CheckpointError, match=r"expert_dtype 'fp6' is not supported \(supported: fp8, fp4\)"):
         load_model_config(pair[0])
+
+
+def test_experts_keep_released_codes_on_a_gpu(tmp_path: Path) -> None:
+    """A slot holds 4.25 bits per value, with the values of the bfloat16 checkpoint. Damaged scales are refused."""
+    make = partial(make_checkpoint, family="deepseek_v4", dtype=torch.bfloat16)
+    directory = publish_v4(make(tmp_path, hidden_size=256, moe_intermediate_size=128, intermediate_size=128))
+    plain = publish_codes(directory)
+    model = served_model(EngineConfig(model_path=str(directory), device="cuda"))
+    form = model.expert_form("bfloat16")
+    assert form.blob_bytes * 8 == 3 * 256 * 128 * 4.25
+    checkpoint = open_checkpoint(directory, model)
+    weights = CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.bfloat16)
+    views = blob_views(form, torch.empty(form.blob_bytes, dtype=torch.uint8))
+    weights.fill(1, 3, views)
+    for name, matrix in (("w1", views.gate), ("w3", views.up), ("w2", views.down)):
+        assert torch.equal(dequantize(matrix), plain[f"layers.1.ffn.experts.3.{name}.weight"])
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    scales = tensors["layers.1.ffn.experts.3.w3.scale"].view(torch.uint8)
+    for byte, text in ((0, "0 or not finite"), (255, "0 or not finite"), (129, "above 2.* --weights bfloat16")):
+        scales[5, 1] = byte
+        save_file(tensors, path, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=f"w3.scale holds a scale (that is )?{text}"):
+            CheckpointWeights(
+                open_checkpoint(directory, model), backend=CpuBackend(page_size=16), dtype=torch.bfloat16
+            ).fill(1, 3, views)
+
+
+def test_random_weights_of_the_release_have_its_codes() -> None:
+    """fp8 in attention and shared experts, fp4 in experts, as the release has them."""
+    options: dict[str, Any] = {"quantization": "fp4", "load_format": "dummy", "device": "cuda"}
+    model = served_model(EngineConfig(model_path=None, shape="DeepSeek-V4-Flash", **options))
+    assert model.expert_form("bfloat16").blob_bytes == 3 * 4096 * 2048 * 17 // 32
+    spec = model_spec(model, ())
+    kept = [each for each in spec.dense() if spec.form(each, "bfloat16").tiled]
+    coded = {part.key.split(".", 2)[2] for each in kept for part in each.parts}
+    assert coded == {
+        *(f"attn.{name}.weight" for name in ("wq_a", "wkv", "wq_b", "wo_b", "indexer.wq_b")),
+        *(f"ffn.shared_experts.w{i}.weight" for i in (1, 2, 3)),
+    }
 
 
 @pytest.fixture(scope="module")

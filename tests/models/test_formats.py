@@ -16,6 +16,8 @@ from tests.rank import Rank
 
 from moeyard_kernels import ops
 from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.cuda import footprint
+from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.types.matrix import ExpertViews, Matrix, blob_views, dequantize, tile_
 from moeyard_kernels.types.weight_form import ExpertForm, FormPart, WeightForm, fp8_tiles, int4_tiles, plain_expert
@@ -30,6 +32,7 @@ from moeyard_worker.layers.weights import Part
 from moeyard_worker.models.families import load_model_config, parse_model_config, with_codes
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import SHAPES, served_model, shape_model
+from moeyard_worker.models.spec import model_spec
 from moeyard_worker.protocol import SamplingParams
 
 FAMILIES = ("deepseek_v3", "qwen3_moe", "qwen3_next", "kimi_linear", "mixtral", "olmoe", "deepseek_v2")
@@ -90,6 +93,60 @@ def test_tiles_hold_the_values_of_the_bfloat16_checkpoint(layout: str, tmp_path:
         found.append((torch.cat([dequantize(views.gate), dequantize(views.up)]), dequantize(views.down)))
     for one in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(one, found[0], strict=True))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("layout", ["fp8-128", "ct-fp8", "fp8-tensor", "ct-int4-g32"])
+def test_dense_matrices_keep_codes_of_fp8(layout: str, family: str, tmp_path: Path) -> None:
+    """Their values, their bytes and their products are those that the bfloat16 checkpoint calls for.
+
+    The heads are small, so that blocks of 128 rows cross the border of keys and values, and of latents in kv_a.
+    """
+    sizes: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 256}
+    sizes |= {"q_lora_rank": 128} if family == "deepseek_v3" else {"num_key_value_heads": 1, "head_dim": 64}
+    quantised, plain = make_pair(
+        partial(make_checkpoint, family=family, dtype=torch.bfloat16, **sizes), tmp_path, layout
+    )
+    backend = CudaBackend(page_size=16, device=torch.device("cpu"))
+    checkpoints = [open_checkpoint(quantised, gpu_model(quantised)), open_checkpoint(plain, load_model_config(plain))]
+    coded = set()
+    loaders = [CheckpointWeights(each, backend=backend, dtype=torch.bfloat16) for each in checkpoints]
+    for one, other in zip(*(each.spec.dense() for each in checkpoints), strict=True):
+        found, wanted = loaders[0].load(one), loaders[1].load(other)
+        if not one.matrix:
+            assert torch.equal(found, wanted)
+            continue
+        assert torch.equal(dequantize(found), wanted.data), one
+        size = sum(array.nbytes for array in found.arrays)
+        assert size == checkpoints[0].spec.num_bytes(one, "bfloat16")
+        if not found.form.tiled:
+            continue
+        coded |= {part.key.split(".", 3)[-1] for part in one.parts}
+        for count in (1, 64, 65):
+            x, bias = torch.randn(count, one.columns).bfloat16(), torch.randn(one.rows).bfloat16()
+            assert torch.equal(backend.linear(x, found, bias), backend.linear(x, wanted, bias))
+    expected = checkpoints[0].spec.dense_bytes("bfloat16"), checkpoints[1].spec.dense_bytes("bfloat16")
+    assert (expected[0] < expected[1]) == bool(coded) == (layout != "ct-int4-g32")
+    assert not coded or "self_attn.o_proj.weight" in coded
+    if layout == "fp8-128":
+        # Rows of queries end at a block, rows of keys within one.
+        assert "self_attn.q_proj.weight" not in coded
+        assert ("self_attn.kv_a_proj_with_mqa.weight" in coded) == (family == "deepseek_v3")
+    elif coded and family != "qwen3_next":  # whose queries and gates are stored head by head
+        assert coded & {"self_attn.k_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"}
+    without = open_checkpoint(quantised, gpu_model(quantised, weights="bfloat16")).spec
+    assert not any(without.form(each, "bfloat16").tiled for each in without.dense())
+
+
+def test_memory_counts_the_values_of_one_matrix() -> None:
+    """DeepSeek-V3's largest matrix of codes is that of a dense MLP, [36864, 7168]."""
+    found = {}
+    options: dict[str, Any] = {"shape": "DeepSeek-V3", "num_layers": 4, "load_format": "dummy", "device": "cuda"}
+    for name in (None, "fp8"):
+        config = EngineConfig(model_path=None, **options, quantization=name)
+        spec = model_spec(served_model(config), ())
+        found[name] = spec.resident_bytes("bfloat16", footprint) - spec.dense_bytes("bfloat16")
+    assert found["fp8"] - found[None] == 36864 * 7168 * 2
 
 
 def gpu_model(directory: Path, **options: Any) -> ModelConfig:

@@ -22,7 +22,7 @@ from moeyard_router.text.reasoning import REASONING_FORMATS
 from moeyard_router.text.tool_formats import TOOL_FORMATS
 from moeyard_worker.config.cpu_config import set_cpu_environment
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EXPERT_POLICIES, EngineConfig
-from moeyard_worker.models.shapes import QUANTIZATIONS, SHAPES
+from moeyard_worker.models.shapes import SHAPES, WRITTEN
 
 BENCH_SUBJECTS = ("server", "engine")
 SHELLS = ("bash", "zsh", "fish")
@@ -173,7 +173,7 @@ def add_conversion_commands(commands: "Commands[Parser]") -> None:
         command.add_argument("model", metavar="MODEL", help=MODEL)
         if name == "quantize":
             command.add_argument(
-                "--to", required=True, choices=(*QUANTIZATIONS, "q8_0"), help="form of the quantised matrices"
+                "--to", required=True, choices=(*WRITTEN, "q8_0"), help="form of the quantised matrices"
             )
         command.add_argument("--out", required=True, metavar="DIR", help="directory to write, which must not exist")
         add_options(command, ServeConfig, only=DESCRIPTION if name == "dequantize" else ("revision",))

@@ -3,6 +3,7 @@
 It also runs without a GPU: on the CPU the ops run their references, which lets tests cover its composition.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -46,6 +47,8 @@ from moeyard_kernels.types.weight_form import ExpertForm
 # row of 7168 on an H200. Otherwise one launch is faster (2.2 against 3.2 us for one row of 2048, 86 against 105 for
 # 8192 rows).
 _FEW_ROWS, _LARGE = 64, 4096
+# Up to this many rows, products over fp8 codes decode them on the chip. More rows read values that are made once.
+_PACKED_ROWS = 64
 
 
 class CudaBackend:
@@ -77,6 +80,8 @@ class CudaBackend:
         self.flat = self.slots = self.compresses = False
         self.choices = GateCounts()
         self._attention: list[CudaGqa | CudaMla] = []
+        # The values of one matrix of codes, for prompts.
+        self._values: torch.Tensor | None = None
 
     @property
     def captures_prompts(self) -> bool:
@@ -84,8 +89,13 @@ class CudaBackend:
         return not self.compresses
 
     def matrix(self, weight: Matrix) -> Matrix:
-        if weight.form.name != "plain":
+        if weight.form.name == "plain":
+            return weight
+        if weight.form.name != "fp8" or not weight.form.tiled:
             raise ValueError(f"a GPU has no products of {weight.form.name} weights")
+        # Matrices are made before steps are captured, so the address stays.
+        if self._values is None or self._values.numel() < math.prod(weight.shape):
+            self._values = torch.empty(math.prod(weight.shape), dtype=torch.bfloat16, device=self.device)
         return weight
 
     def plan(self, step: StepRows) -> CudaPlan:
@@ -122,7 +132,14 @@ class CudaBackend:
 
     def linear(self, x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
         # Weights do not change while a model serves.
-        return ops.linear(x, weight.data, bias, static_weight=True)
+        if weight.form.name == "plain":
+            return ops.linear(x, weight.data, bias, static_weight=True)
+        if x.shape[0] <= _PACKED_ROWS:
+            return ops.linear_packed(x, weight, bias)
+        # One stream runs all products of this many rows (`beside`), so they take turns with the memory.
+        assert self._values is not None, "matrix() allocates it"
+        values = self._values[: math.prod(weight.shape)].view(weight.shape)
+        return ops.linear(x, ops.write_values(values, weight), bias)
 
     def gqa(self, layer: GqaLayer) -> CudaGqa:
         self.windows.add(layer.window)

@@ -38,6 +38,7 @@ from moeyard_kernels.types.weight_form import TILE, WeightForm
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _TILE = gl.constexpr(TILE)
 _FP8_0, _FP8_1 = codes.FP8_0, codes.FP8_1
+_FP4_0, _FP4_1, _FP4_2, _FP4_3 = codes.FP4_0, codes.FP4_1, codes.FP4_2, codes.FP4_3
 _INT4_0, _INT4_1, _INT4_2, _INT4_3 = codes.INT4_0, codes.INT4_1, codes.INT4_2, codes.INT4_3
 _WIDE_0, _WIDE_1, _WIDE_2, _WIDE_3 = codes.WIDE_0, codes.WIDE_1, codes.WIDE_2, codes.WIDE_3
 # How a program finds its block of rows: from a layout, or from pairs without one.
@@ -74,13 +75,36 @@ def _int4(narrow: gl.constexpr, wide: gl.constexpr, b_code, b_zero, b_scale):
 
 
 @gluon.jit
+def _fp4(text: gl.constexpr, b_code, b_scale):
+    return gl.inline_asm_elementwise(text, "=r,r,r", [b_code, b_scale], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def fp4_factors(b_byte):
+    """Return 2^126 times the scales with these exponents, in bf16."""
+    return ((b_byte.to(gl.int16) + 126) << 7).to(gl.bfloat16, bitcast=True)
+
+
+@gluon.jit
 def decode(b_code, b_zero, b_scale, n: gl.constexpr, CODES: gl.constexpr):
-    """Return bf16 values [R, 32] of slice n of words b_code [R, 32]. b_zero is 128 + zero point."""
+    """Return bf16 values [R, 32] of slice n of words b_code [R, 32].
+
+    b_zero is 128 + zero point of int4 codes. b_scale is 2^126 times the scale of fp4 codes.
+    """
     if CODES == "fp8":
         if n == 0:  # noqa: SIM108 - of constants
             b_w = _fp8(_FP8_0, b_code, b_scale)
         else:
             b_w = _fp8(_FP8_1, b_code, b_scale)
+    elif CODES == "fp4":
+        if n == 0:
+            b_w = _fp4(_FP4_0, b_code, b_scale)
+        elif n == 1:
+            b_w = _fp4(_FP4_1, b_code, b_scale)
+        elif n == 2:
+            b_w = _fp4(_FP4_2, b_code, b_scale)
+        else:
+            b_w = _fp4(_FP4_3, b_code, b_scale)
     elif n == 0:
         b_w = _int4(_INT4_0, _WIDE_0, b_code, b_zero, b_scale)
     elif n == 1:
@@ -150,8 +174,8 @@ def packed_product_kernel(
     NUM: gl.constexpr = (K + STEP - 1) // STEP
     NB: gl.constexpr = (N + SR - 1) // SR
     BYTES: gl.constexpr = CH * R * _TILE * 2
-    ST: gl.constexpr = p_s.dtype.element_ty
     DT: gl.constexpr = gl.bfloat16
+    ST: gl.constexpr = DT if CODES == "fp4" else p_s.dtype.element_ty
     L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, BM, 16])
     L_A: gl.constexpr = gl.DotOperandLayout(0, L_Y, 2)
     L_R: gl.constexpr = gl.SliceLayout(1, L_A)
@@ -203,7 +227,11 @@ def packed_product_kernel(
         m_s = (o_g < (K + SK - 1) // SK)[:, None] & (o_r >= 0)[None, :]
         p_s += i_slot.to(gl.int64) * s_scale
         p_z += i_slot.to(gl.int64) * s_zero
-        s_s._reinterpret(ST, [KS, R], L_B).store(gl.load(p_s + o_s, mask=m_s, other=0.0))
+        if CODES == "fp4":
+            b_s = fp4_factors(gl.load(p_s + o_s, mask=m_s, other=127))
+        else:
+            b_s = gl.load(p_s + o_s, mask=m_s, other=0.0)
+        s_s._reinterpret(ST, [KS, R], L_B).store(b_s)
         if ZEROS:
             b_z = gl.load(p_z + o_s, mask=m_s, other=0)
             s_z._reinterpret(DT, [KS, R], L_B).store((b_z.to(gl.float32) + 128.0).to(DT))

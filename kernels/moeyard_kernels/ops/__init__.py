@@ -60,5 +60,5 @@ from moeyard_kernels.ops.linear_attention import (
     restore_slots,
 )
 from moeyard_kernels.ops.peer_exchange import combine_rows, dispatch_rows
-from moeyard_kernels.ops.projections import head_linear, linear, linear_pair
+from moeyard_kernels.ops.projections import head_linear, linear, linear_packed, linear_pair, write_values
 from moeyard_kernels.ops.sampling import sample, token_logprobs

@@ -4,6 +4,7 @@ import torch
 
 from moeyard_kernels.common.checks import show
 from moeyard_kernels.ops.op import op
+from moeyard_kernels.types.matrix import Matrix, dequantize
 
 _OUT_DTYPE = "out_dtype in (None, x.dtype, torch.float32)"
 
@@ -45,6 +46,39 @@ def linear_pair(
     static_weight and out_dtype apply to both, as in `linear`.
     """
     return linear.reference(x, weight_a, out_dtype=out_dtype), linear.reference(x, weight_b, out_dtype=out_dtype)
+
+
+def _check_codes(op: str, weight: Matrix) -> None:
+    """Raise ValueError for a matrix without fp8 codes in tiles, or with blocks of scales that cut tiles."""
+    form = weight.form
+    columns = form.parts[1].columns if form.tiled and form.name == "fp8" else 0
+    if columns not in (None, weight.shape[1]) and (not columns or columns % form.tile_columns):
+        raise ValueError(f"{op}: weight {form.name} {weight.shape}, expected fp8 codes in tiles")
+
+
+def _check_packed(op: str, x: torch.Tensor, weight: Matrix) -> None:
+    if weight.shape[1] != x.shape[1] or weight.data.device != x.device:
+        raise ValueError(f"{op}: x {show(x)} on {x.device} for a weight {weight.shape} on {weight.data.device}")
+
+
+@op("linear.linear_packed", "x.dtype == torch.bfloat16", _check_codes, _check_packed, x="float [M, K]", bias="x [N]?")
+def linear_packed(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`linear` over the values of a matrix [N, K] of fp8 codes in tiles, bit for bit, for few rows. x is bf16.
+
+    On a GPU the values are made on the chip, which needs Hopper. No launch in flight may write the codes.
+    """
+    return linear.reference(x, dequantize(weight), bias)
+
+
+@op(
+    "linear.linear_packed",
+    "out.dtype == torch.bfloat16 and weight.shape == (N, K)",
+    _check_codes,
+    out="float [N, K] contiguous",
+)
+def write_values(out: torch.Tensor, weight: Matrix) -> torch.Tensor:
+    """Write the values of a matrix [N, K] of fp8 codes in tiles to bf16 out [N, K]. Returns out."""
+    return out.copy_(dequantize(weight))
 
 
 def _check_columns(op: str, weight: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Weight matrices, the right side of products, and typed views of the bytes of experts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,6 +9,8 @@ from moeyard_kernels.types.weight_form import TILE, ExpertForm, FormPart, Region
 
 # The bits at which a word holds its 8 codes.
 NIBBLES = tuple(range(0, 32, 4))
+# Exponents of the scales of tiled e2m1 codes. Their products with 2^126, by which kernels multiply, are finite in bf16.
+E2M1_EXPONENTS = (-126, 1)
 # The values of e2m1 codes (OCP Microscaling Formats 1.0): a sign, two bits of exponent, one of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -92,6 +94,10 @@ def tile_(out: Matrix, matrix: Matrix) -> None:
     out.data.copy_(words.view(matrix.shape[0], -1, TILE).transpose(0, 1).unsqueeze(1))
     for target, source in zip(out.arrays[1:], matrix.arrays[1:], strict=True):
         tiled = source.T.unsqueeze(1)
+        if target.dtype == torch.uint8 and tiled.is_floating_point():
+            tiled = _exponents(tiled)
+        if tiled.shape[2] == 1 and out.form.parts[1].rows == 1:
+            tiled = tiled.expand(target.shape)  # one scale for all rows
         assert (target.shape, target.dtype) == (tiled.shape, tiled.dtype), f"{matrix.form} does not fit {out.form}"
         target.copy_(tiled)
 
@@ -108,7 +114,19 @@ def untile(matrix: Matrix) -> Matrix:
         data = pack_codes(((words.to(torch.int32).unsqueeze(2) >> shifts) & 15).reshape(matrix.shape[0], -1))
         part = FormPart("codes", "int32", 1, 8)
     others = [array.squeeze(1).T.contiguous() for array in matrix.arrays[1:]]
+    if matrix.form.name == "fp4":
+        others = [torch.exp2(others[0].float() - 127)]
+        parts = (part, replace(parts[1], dtype="float32"))
     return Matrix(WeightForm(matrix.form.name, (part, *parts[1:])), matrix.shape, (data, *others))
+
+
+def _exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Return the exponents of powers of two as bytes. Raises ValueError for scales that `E2M1_EXPONENTS` excludes."""
+    mantissa, exponent = torch.frexp(scales)
+    first, last = E2M1_EXPONENTS
+    if not bool(((mantissa == 0.5) & (exponent > first) & (exponent <= last + 1)).all()):
+        raise ValueError(f"a scale of e2m1 codes in tiles is no power of two from 2^{first} to 2^{last}")
+    return (exponent + 126).to(torch.uint8)
 
 
 def dequantize(matrix: Matrix) -> torch.Tensor:

@@ -61,7 +61,7 @@ class WeightForm:
 
     tiled: the layout of a GPU's products. The codes are int16 words [tiles, matrices, N, 32], and the other arrays are
     [column blocks, matrices, row blocks]. A tile of a row has 32 words, and slices of 32 neighbouring columns. Word i
-    of int4 codes holds code i of all 4 slices, the first in the lowest bits. Words 2 i and 2 i + 1 of fp8 codes hold
+    of 4-bit codes holds code i of all 4 slices, the first in the lowest bits. Words 2 i and 2 i + 1 of fp8 codes hold
     codes 2 i and 2 i + 1 of the first and of the second slice. So two neighbouring words give two neighbouring values
     of each slice, and products add in the order of K.
     """
@@ -117,6 +117,14 @@ def int4_tiles(group: int | None, *, scales: str, zeros: bool) -> WeightForm:
     """Return the tiled form of `int4_form`. K is a multiple of 128."""
     parts = (FormPart("codes", "int16", 1, 4), *int4_form(group, scales=scales, zeros=zeros).parts[1:])
     return WeightForm("int4", parts, True)
+
+
+def fp4_tiles(group: int) -> WeightForm:
+    """Return the tiled form of `fp4_form`. K is a multiple of 128.
+
+    A scale is its exponent as a byte: 2^(byte - 127). So groups of 32 columns take 4.25 bits per value, not 4.5.
+    """
+    return WeightForm("fp4", (FormPart("codes", "int16", 1, 4), FormPart("scales", "uint8", 1, group)), True)
 
 
 @dataclass(frozen=True, slots=True)

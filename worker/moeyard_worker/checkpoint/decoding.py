@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from moeyard_kernels.types.matrix import NIBBLES, Matrix, dequantize, pack_codes, tile_, unpack_codes
+from moeyard_kernels.types.matrix import E2M1_EXPONENTS, NIBBLES, Matrix, dequantize, pack_codes, tile_, unpack_codes
 from moeyard_kernels.types.weight_form import fp4_form, fp8_form, int4_form
 from moeyard_worker.checkpoint.formats.compressed_tensors import PackedInt4Scheme
 from moeyard_worker.checkpoint.formats.format import Scheme
@@ -44,6 +44,8 @@ def fill(out: Matrix, part: Part, scheme: Scheme, read: Read) -> None:
             found = _fp8(part, scheme, read, device)
         case Fp4Scheme():
             found = _fp4(part, scheme, read, device)
+            if out.form.tiled:
+                _check_exponents(scheme.marker(part.key), found.scales)
         case PackedInt4Scheme():
             found = _packed_int4(part, scheme, read, device)
         case GptqScheme():
@@ -180,6 +182,16 @@ def _zeros_and_scales(
     return unpack_codes(words, shifts).float(), scales
 
 
+def _check_exponents(key: str, scales: torch.Tensor) -> None:
+    """Raise CheckpointError for scales that tiles of e2m1 codes cannot hold."""
+    if bool((scales > 2.0 ** E2M1_EXPONENTS[1]).any()):
+        raise CheckpointError(
+            f"{key} holds a scale above 2, so its codes cannot stay in GPU memory; serve the checkpoint with "
+            "--weights bfloat16"
+        )
+
+
 def _check_scales(key: str, scales: torch.Tensor) -> None:
-    if not bool((scales.isfinite() & (scales != 0)).all()):
+    # An exponent byte of 0 means 2^-127. Trained weights have no such scale, but files with holes do.
+    if not bool((scales.isfinite() & (scales.abs() >= torch.finfo(torch.float32).tiny)).all()):
         raise CheckpointError(f"{key} holds a scale that is 0 or not finite; the file is damaged or not complete")

@@ -65,9 +65,13 @@ class DummyWeights:
             if weight is self._spec.embed and self._spec.lm_head is not None:
                 scale = 1.0
             out = self._draw(key, weight.shape, scale).to(dtype)
+        found, form = Matrix.plain(out), self._spec.form(weight, str(self._dtype).removeprefix("torch."))
+        if form.tiled:
+            found = Matrix.empty(form, weight.rows, weight.columns, self._backend.device)
+            tile_(found, quantize(out, form))
         if self._progress is not None:
-            self._progress(out.nbytes)
-        return self._backend.matrix(Matrix.plain(out)) if weight.matrix else out
+            self._progress(sum(array.nbytes for array in found.arrays))
+        return self._backend.matrix(found) if weight.matrix else out
 
     def _draw_ids(self, key: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a table of distinct experts per row, int32."""

@@ -2,17 +2,18 @@
 
 import torch
 
-from moeyard_kernels.types.matrix import Matrix, pack_codes
-from moeyard_kernels.types.weight_form import WeightForm, fp8_form, int4_form
+from moeyard_kernels.types.matrix import E2M1, Matrix, pack_codes
+from moeyard_kernels.types.weight_form import WeightForm, fp4_form, fp8_form, int4_form
 
-# The largest e4m3 code, and the largest distance of an int4 code from 8 with a value of either sign.
-_FP8_MAX, _INT4_MAX = 448.0, 7.0
+# The largest e4m3 and e2m1 codes, and the largest distance of an int4 code from 8 with a value of either sign.
+_FP8_MAX, _FP4_MAX, _INT4_MAX = 448.0, 6.0, 7.0
 
 
 def quantize(values: torch.Tensor, form: WeightForm) -> Matrix:
     """Return values [N, K] in the untiled form with the codes and blocks of `form`.
 
-    A block of zeros has a scale of 1. Raises ValueError for a form with zero points.
+    A block of zeros has a scale of 1. Scales of e2m1 codes are rounded up to powers of two. Raises ValueError for a
+    form with zero points.
     """
     values = values.float()
     part = form.parts[1]
@@ -21,6 +22,13 @@ def quantize(values: torch.Tensor, form: WeightForm) -> Matrix:
     rows, columns = part.rows or values.shape[0], part.columns or values.shape[1]
     padded = torch.nn.functional.pad(values, (0, -values.shape[1] % columns, 0, -values.shape[0] % rows))
     largest = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).abs().amax((1, 3))
+    if form.name == "fp4":
+        scales = torch.where(largest > 0, (largest / _FP4_MAX).log2().ceil().clamp(min=-126).exp2(), 1.0)
+        steps = values / scales.repeat_interleave(columns, 1)
+        # Between two values, the smaller one of a tie is chosen.
+        bounds = torch.tensor(E2M1[:8], device=values.device).unfold(0, 2, 1).mean(1)
+        codes = torch.bucketize(steps.abs(), bounds) | (steps < 0) << 3
+        return Matrix(fp4_form(columns), (*values.shape,), (pack_codes(codes.to(torch.int32)), scales))
     scales = (largest / (_FP8_MAX if form.name == "fp8" else _INT4_MAX)).to(getattr(torch, part.dtype))
     scales[scales == 0] = 1
     spread = scales.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)

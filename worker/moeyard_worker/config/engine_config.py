@@ -128,7 +128,7 @@ class EngineConfig:
     shape: str | None = option(None, "one of {choices}", metavar="NAME")
     num_layers: int | None = option(None, "the shape's first N layers (default: all)", flag="--layers")
     quantization: str | None = option(
-        None, "of the random weights of a shape: fp8, int4-g32 or int4-g128 (default: none)", metavar="FORM"
+        None, "of the random weights of a shape: fp8, int4-g32, int4-g128 or fp4 (default: none)", metavar="FORM"
     )
     weights: str = option(
         "auto",

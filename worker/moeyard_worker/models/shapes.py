@@ -20,21 +20,25 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-# Quantisation settings as published checkpoints have them: fp8 of DeepSeek-V3, int4 of the experts of Kimi-K2.5.
+# Quantisation settings as published checkpoints have them: fp8 of DeepSeek-V3, int4 of the experts of Kimi-K2.5, fp8
+# with fp4 of the experts of DeepSeek-V4.
 _INT4 = MappingProxyType({"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"})
 _IGNORED = (
     *("lm_head", "re:.*self_attn.*", "re:.*linear_attn.*", "re:.*shared_expert.*"),
     r"re:.*layers\.[0-9]*\.mlp\.[a-z_]*$",
 )
-QUANTIZATIONS = ("fp8", "int4-g32", "int4-g128")
+WRITTEN = ("fp8", "int4-g32", "int4-g128")
+# fp4 has no writer: other software reads it of one model only.
+QUANTIZATIONS = (*WRITTEN, "fp4")
 
 
 def quantization_config(name: str) -> dict[str, Any]:
     """Return the quantisation settings of one of `QUANTIZATIONS`. Raises ValueError for another name."""
     if name not in QUANTIZATIONS:
         raise ValueError(f"quantization {name!r} is not one of {', '.join(QUANTIZATIONS)}")
-    if name == "fp8":
-        return {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    if name in ("fp8", "fp4"):
+        found = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+        return found if name == "fp8" else {**found, "scale_fmt": "ue8m0", "expert_dtype": "fp4"}
     weights = {**_INT4, "group_size": int(name.removeprefix("int4-g"))}
     return {
         "quant_method": "compressed-tensors",

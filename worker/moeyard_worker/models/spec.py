@@ -15,7 +15,7 @@ from moeyard_worker.models.families import FAMILIES
 from moeyard_worker.models.family import Names
 from moeyard_worker.models.model_config import ModelConfig
 
-_FP32 = plain_form("float32")
+_FP32, _BF16 = plain_form("float32"), plain_form("bfloat16")
 # Names of a dense MLP's gate, up and down projection.
 _DENSE = ("gate_proj", "up_proj", "down_proj")
 
@@ -105,13 +105,16 @@ class ModelSpec:
         return sum(self.num_bytes(each, dtype) for each in self.dense())
 
     def resident_bytes(self, dtype: str, footprints: Footprints) -> int:
-        """Return the bytes of the dense weights and of the tables that every rank computes from them."""
+        """Return the bytes of the dense weights, of the tables that every rank computes from them, and of the values of
+        the largest matrix that is kept in codes."""
         ropes = {attention.rope for attention in self.config.attention}
         tables = sum(_FP32.num_bytes(self.config.max_position, rope.dim) for rope in ropes if rope is not None)
         for attention in self.config.attention:
             found = attention.footprint(footprints)
             tables += plain_form(dtype).num_bytes(1, found.extra) + _FP32.num_bytes(1, found.fp32_extra)
-        return self.dense_bytes(dtype) + tables
+        coded = [each for each in self.dense() if self.form(each, dtype).tiled]
+        values = max((_BF16.num_bytes(each.rows, each.columns) for each in coded), default=0)
+        return self.dense_bytes(dtype) + tables + values
 
     def expert_parts(self, names: ExpertNames, expert: int) -> tuple[Part, Part, Part]:
         """Return the stored parts of an expert: gate [I, H], up [I, H] and down [H, I]."""

@@ -8,7 +8,7 @@ called `weight_scale_inv`, but multiply. The last block of rows or columns may b
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
-from moeyard_kernels.types.weight_form import WeightForm, blocks, fp8_tiles
+from moeyard_kernels.types.weight_form import WeightForm, blocks, fp4_tiles, fp8_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
@@ -72,7 +72,9 @@ class Fp4Scheme:
         return None if part.whole is None else "a tensor of all experts has no codes of 4 bits"
 
     def tiles(self, columns: int) -> WeightForm | None:
-        return None
+        if columns % 128 or blocks(columns, FP4_GROUP) > _MOST_BLOCKS:
+            return None
+        return fp4_tiles(FP4_GROUP)
 
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
         rows, columns = part.shape

@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
-from moeyard_kernels.types.weight_form import ExpertForm, WeightForm, plain_expert, plain_form
+from moeyard_kernels.types.weight_form import ExpertForm, WeightForm, fp8_tiles, plain_expert, plain_form
 from moeyard_worker.checkpoint.formats.format import Scheme
 from moeyard_worker.checkpoint.formats.plain import PlainScheme
 from moeyard_worker.config.checkpoint_error import CheckpointError
@@ -22,9 +22,13 @@ _PLAIN = PlainScheme(("F32", "BF16", "F16"))
 _PROJECTIONS = re.compile(
     r"(?:.*\.)?(?:self_attn|mlp|block_sparse_moe|shared_experts?|experts)\.(?:.*\.)?"
     r"(?:(?:q|k|v|o|gate|up|down|q_a|q_b|kv_b)_proj|kv_a_proj_with_mqa|w[123])"
+    # DeepSeek-V4:
+    r"|(?:.*\.)?attn\.(?:wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)"
 )
 # Modules that no kernel serves from codes: the router's gates and the embedding.
 _NEVER = re.compile(r"(?:.*\.)?(?:gate|shared_expert_gate|embed_tokens)")
+# Modules that become bfloat16: the output head, whose product has few rows and many columns.
+_NO_CODES = re.compile(r"(?:^|\.)(?:lm_head|head)\.weight$")
 _KV_SCALES = (".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point", ".q_scale")
 _INPUT_SCALES = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
 
@@ -51,13 +55,14 @@ class QuantizedFormat:
 
     file: where the settings are, for errors.
     markers: suffixes of the keys that show a quantised matrix, if they replace ".weight" or follow the whole key.
-    experts: the schemes of gate and up, and of down, if all experts keep their codes in memory. All other matrices
-        become bfloat16.
+    experts: the schemes of gate and up, and of down, if all experts keep their codes in memory.
+    dense: whether other matrices of fp8 codes keep them too, if only `Backend.linear` reads them.
     """
 
     file: str
     markers: tuple[str, ...]
     experts: "tuple[QuantizedScheme, QuantizedScheme] | None" = None
+    dense: bool = False
 
     @abstractmethod
     def promised(self, module: str) -> QuantizedScheme | None:
@@ -73,7 +78,29 @@ class QuantizedFormat:
         return self.promised(module) if len(part.shape) == 2 and _PROJECTIONS.fullmatch(module) else None
 
     def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
-        return plain_form(weight.kept(dtype))
+        plain = plain_form(weight.kept(dtype))
+        if not self.dense or not weight.matrix or weight.fp32 or dtype != "bfloat16":
+            return plain
+        first, *others = (self._dense_tiles(weight, part, keys) for part in weight.parts)
+        return plain if first is None or any(each != first for each in others) else first
+
+    def _dense_tiles(self, weight: Weight, part: Part, keys: Container[str]) -> WeightForm | None:
+        """Return the tiled form of a matrix as far as one of its parts decides it, or None if it becomes bfloat16.
+
+        A block of scales must not cover rows of two parts. One scale for a part becomes one for each of its rows.
+        """
+        scheme = self._scheme(part, keys)
+        if isinstance(scheme, PlainScheme) or _NO_CODES.search(part.key):
+            return None
+        if part.regroup is not None or sum(each.shape[0] for each in weight.parts) < weight.rows:
+            return None
+        form = scheme.tiles(weight.columns)
+        if form is None or form.name != "fp8":
+            return None
+        rows, columns = form.parts[1].rows, form.parts[1].columns
+        if rows is None:
+            return fp8_tiles(1, None) if columns is None else None
+        return None if part.row % rows else form
 
     def expert_form(self, *, hidden: int, intermediate: int, dtype: str) -> ExpertForm:
         plain = plain_expert(hidden=hidden, intermediate=intermediate, dtype=dtype)
@@ -85,17 +112,19 @@ class QuantizedFormat:
         return ExpertForm(hidden=hidden, intermediate=intermediate, gate_up=gate_up, down=down)
 
     def with_codes(self, experts: Iterable[tuple[str, str, str]], *, hidden: int, intermediate: int) -> Self:
-        """Return the format that keeps the codes of experts, or itself if some differ or no product reads them.
+        """Return the format that keeps codes in memory. Those of experts become bfloat16 if some differ or no product
+        reads them.
 
         experts: the modules of gate, up and down of an expert of each layer.
         """
         schemes = {tuple(self.promised(module) for module in modules) for modules in experts}
+        found = replace(self, dense=True)
         gate, up, down = schemes.pop()
         if schemes or gate is None or down is None or gate != up:
-            return self
+            return found
         if gate.tiles(hidden) is None or down.tiles(intermediate) is None:
-            return self
-        return replace(self, experts=(gate, down))
+            return found
+        return replace(found, experts=(gate, down))
 
     def scheme(self, part: Part, keys: Container[str]) -> Scheme:
         found = self._scheme(part, keys)
@@ -106,7 +135,7 @@ class QuantizedFormat:
             )
         return found
 
-    def _scheme(self, part: Part, keys: Container[str]) -> Scheme:
+    def _scheme(self, part: Part, keys: Container[str]) -> QuantizedScheme | PlainScheme:
         if len(part.shape) != 2:
             return _PLAIN
         module = part.key.removesuffix(".weight")
