@@ -18,11 +18,11 @@ from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.protocol import SamplingParams
 
 HEADS = {"head_dim": 32}
-FAMILIES: dict[str, dict[str, Any]] = {"qwen3_next": HEADS, "qwen3_5_moe": HEADS, "kimi_linear": MLA}
+FAMILIES: dict[str, dict[str, Any]] = {"qwen3_next": HEADS, "qwen3_5_moe": HEADS, "kimi_linear": MLA, "deepseek_v4": {}}
 # Pages of 16 positions. With SCARCE, three of the requests start together and outgrow their pages.
 AMPLE, SCARCE = 64, 11
 # Scarce pages for the turns of a conversation.
-TIGHT = 16
+TIGHT = 22
 
 
 def requests() -> Requests:
@@ -45,7 +45,7 @@ def turns() -> tuple[Requests, ...]:
     """Return three batches. All requests but "stranger" share a beginning: the first turn of a conversation, a branch,
     its next turn, another branch, and the first again."""
     chance = torch.Generator().manual_seed(8)
-    shared, *others = (torch.randint(VOCAB_SIZE, (n,), generator=chance).tolist() for n in (100, 45, 60, 50, 50, 70))
+    shared, *others = (torch.randint(VOCAB_SIZE, (n,), generator=chance).tolist() for n in (130, 45, 60, 50, 50, 70))
     prompts = {"first": shared + others[0], "left": shared + others[1], "third": shared + others[2]}
     prompts |= {"turn": prompts["first"] + others[3], "again": prompts["first"], "stranger": others[4]}
     params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=1, ignore_eos=True)
@@ -56,7 +56,7 @@ def turns() -> tuple[Requests, ...]:
 
 
 def load(model: Path, **options: Any) -> Rank:
-    return Rank(model, page_size=16, max_num_seqs=4, max_batch_tokens=128, max_model_len=208, **options)
+    return Rank(model, page_size=16, max_num_seqs=4, max_batch_tokens=128, max_model_len=256, **options)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -102,11 +102,18 @@ def test_answers_equal_each_request_alone(
     runner = served.worker.runner
     assert isinstance(runner, GpuRunner)
     before, runner.eager = runner.num_replayed, eager
-    answers, stats = served.run(requests(), **{"num_pages": AMPLE, "max_in_flight": 2, **changes})
+    answers, stats = served.run(requests(), **scheduling(served, changes))
     runner.eager = False
     assert (runner.num_replayed > before) is not eager
     assert (stats.num_preemptions > 0) == (changes.get("num_pages") == SCARCE)
     check(answers, expected)
+
+
+def scheduling(served: Rank, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the scheduler's settings. A chunk has at least the rows that the model computes together."""
+    least = served.worker.scheduler.config.chunk_alignment
+    rows = {name: max(changes[name], least) for name in ("prefill_chunk", "mixed_prefill_tokens") if name in changes}
+    return {"num_pages": AMPLE, "max_in_flight": 2, **changes, **rows}
 
 
 def check(answers: dict[str, Reply], expected: dict[str, Reply]) -> None:
@@ -143,12 +150,14 @@ def test_prefixes_are_reused_from_snapshots(
     runner = served.worker.runner
     assert isinstance(runner, GpuRunner)
     before, runner.eager = runner.num_replayed, eager
-    scheduler = served.scheduler(**{"num_pages": AMPLE, "max_in_flight": 2, **changes})
+    scheduler = served.scheduler(**scheduling(served, changes))
     for some in turns():
         check(served.serve(scheduler, some), expected)
     runner.eager = False
     assert (runner.num_replayed > before) is not eager
-    snapshots, stats, few = scheduler.snapshots, scheduler.stats, scheduler.config.num_snapshots < 3
+    snapshots, stats = scheduler.snapshots, scheduler.stats
+    # Chunks of 128 positions leave one snapshot in these prompts, and all of them share it.
+    few = scheduler.config.num_snapshots < 3 and scheduler.config.chunk_alignment < 128
     reuses = scheduler.config.num_snapshots > 0
     assert (snapshots.num_used > 0, stats.prefix_hit_tokens > 0) == (reuses, reuses)
     assert (snapshots.num_evicted > 0) == (few and reuses)
