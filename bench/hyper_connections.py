@@ -22,7 +22,8 @@ from kernel_cases.timing import Timer
 
 from moeyard_kernels import ops
 from moeyard_kernels.hyper_connections import hyper_enter, hyper_leave
-from moeyard_kernels.hyper_connections.hyper_sums import CONFIGS
+from moeyard_kernels.hyper_connections.hyper_rows import hyper_rows
+from moeyard_kernels.hyper_connections.hyper_sums import CONFIGS, hyper_sums
 from moeyard_kernels.types.expert_layout import ExpertPairs
 from moeyard_kernels.types.layers import HyperLayer, HyperMix
 from moeyard_kernels.types.matrix import Matrix
@@ -75,11 +76,15 @@ def connections(parts: bool, head: bool = False) -> str:
         except AssertionError as found:
             wrong.append(str(found))
     for config in CONFIGS:
-        for apart in (False, True):
-            try:
-                assert_bits(f"{config} apart={apart}", run(slice(None), config=config, apart=apart), whole)
-            except Exception as found:  # noqa: BLE001 - a failure must not hide the others
-                wrong.append(f"{config} apart={apart}: {type(found).__name__} {found}"[:300])
+        try:
+            assert_bits(f"{config}", run(slice(None), config=config), whole)
+            after = streams if head else whole[0]
+            _, sums = hyper_sums(after, site, config=config)
+            for apart in (False, True):
+                found = tensors(hyper_rows(after, sums, site, apart=apart))
+                assert_bits(f"{config} apart={apart}", found, whole if head else whole[1:])
+        except Exception as failure:
+            wrong.append(f"{config}: {type(failure).__name__} {failure}"[:300])
     assert not wrong, "\n".join(wrong)
     names = ("rows",) if head else ("streams", "rows", "post", "comb")
     assert max(errors) < 1e-2, errors
@@ -215,7 +220,7 @@ def timed(timer: Timer, case: Case, lines: list[str], *, variants: bool) -> None
         try:
             seconds = timer.seconds(run, case.num_bytes)
             share = f"{seconds * 1e6:9.2f} us   floor {floor * 1e6:8.2f}   {floor / seconds:5.2f} of copy"
-        except Exception as found:  # noqa: BLE001 - a failure must not hide the others
+        except Exception as found:
             share = f"{type(found).__name__}: {found}"[:120]
         lines.append(f"{case.op:12} {case.shape:34} {name:32} {share}")
 
@@ -237,7 +242,7 @@ def main() -> None:
     for name, check in CHECKS.items():
         try:
             print(f"ok    {name}: {check()}", flush=True)
-        except Exception as found:  # noqa: BLE001 - a failure must not hide the others
+        except Exception as found:
             print(f"WRONG {name}: {type(found).__name__}: {found}", flush=True)
             traceback.print_exc(limit=-2)
     timer, lines = Timer(), list[str]()
@@ -256,7 +261,7 @@ def main() -> None:
         try:
             case, variants = make()
             timed(timer, case, lines, variants=variants)
-        except Exception as found:  # noqa: BLE001 - a failure must not hide the others
+        except Exception as found:
             lines.append(f"{type(found).__name__}: {found}"[:160])
         print(lines[-1], flush=True)
     print("\n".join(lines))

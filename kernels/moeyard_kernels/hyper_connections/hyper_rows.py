@@ -91,9 +91,7 @@ def _hyper_rows_kernel(
         b_x = tl.load(p_streams + (i_t * S + k) * H + o_d, mask=o_d < H, other=0.0)
         # Triton has no unpacking.
         b_xs = b_xs + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
-    for k in tl.static_range(S):
-        b_x = b_xs[k].to(tl.float32)  # type: ignore[misc]
-        b_square = tl.fma(b_x, b_x, b_square)
+        b_square = tl.fma(b_x.to(tl.float32), b_x.to(tl.float32), b_square)
     b_scale = tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(tl.sum(b_square, 0), S * H * 1.0) + rms_eps))
     stride = num_rows * M
     p_sums += i_t * M
