@@ -42,7 +42,7 @@ from moeyard_kernels.common import tuning
 # Each module has `cases() -> Iterator[Case]`, and `model_cases(models, rows)` if steps of models launch its ops. Inputs
 # live only while their case runs.
 MODULES = (
-    *("elementwise", "rope", "reduce", "linear", "head_linear", "topk_gate", "moe"),
+    *("elementwise", "rope", "reduce", "hyper_connections", "linear", "head_linear", "topk_gate", "moe"),
     *("grouped_packed", "expert_cache"),
     *("peer_exchange", "expert_fetch"),
     *(

@@ -30,7 +30,7 @@ def silu_mul_values(b_gate, b_up, DTYPE: tl.constexpr, LIMIT: tl.constexpr):
 
     LIMIT: see `rounded_limit`. NaN stays NaN.
     """
-    if LIMIT:
+    if LIMIT > 0:
         b_gate = tl.where(b_gate > LIMIT, LIMIT, b_gate)
         b_up = tl.where(b_up > LIMIT, LIMIT, tl.where(b_up < -LIMIT, -LIMIT, b_up))
     return round_to(b_gate / (1.0 + tl.exp(-b_gate)), DTYPE) * b_up

@@ -125,7 +125,7 @@ def write_choice(
 @gluon.jit
 def limited(b_gate, b_up, LIMIT: gl.constexpr):
     """Return gates and ups within LIMIT, as `silu_mul`."""
-    if LIMIT:
+    if LIMIT > 0:
         b_gate = gl.where(b_gate > LIMIT, LIMIT, b_gate)
         b_up = gl.where(b_up > LIMIT, LIMIT, gl.where(b_up < -LIMIT, -LIMIT, b_up))
     return b_gate, b_up

@@ -11,8 +11,8 @@ from moeyard_kernels.types.layers import HyperLayer, HyperMix
 
 
 def hyper_enter(
-    streams: torch.Tensor, site: HyperLayer, *, config: SumsConfig | None = None, apart: bool | None = None
+    streams: torch.Tensor, site: HyperLayer, *, config: SumsConfig | None = None
 ) -> tuple[torch.Tensor, HyperMix | None]:
     """See `moeyard_kernels.ops.hyper_enter`. Raises ValueError as `hyper_sums` and `hyper_rows`."""
     _, sums = hyper_sums(streams, site, config=config)
-    return hyper_rows(streams, sums, site, apart=apart)
+    return hyper_rows(streams, sums, site)

@@ -20,7 +20,6 @@ def hyper_leave(
     shared: torch.Tensor | None = None,
     shared_gate: torch.Tensor | None = None,
     config: SumsConfig | None = None,
-    apart: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, HyperMix | None]:
     """See `moeyard_kernels.ops.hyper_leave`. Raises ValueError as `hyper_sums` and `hyper_rows`."""
     streams, sums = hyper_sums(
@@ -33,4 +32,4 @@ def hyper_leave(
         shared_gate=shared_gate,
         config=config,
     )
-    return streams, *hyper_rows(streams, sums, site, apart=apart)
+    return streams, *hyper_rows(streams, sums, site)

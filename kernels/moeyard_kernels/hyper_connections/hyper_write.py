@@ -16,5 +16,4 @@ def hyper_write(
     shared_gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `moeyard_kernels.ops.hyper_write`. Raises ValueError as `hyper_sums`."""
-    parts = {"weights": weights, "shared": shared, "shared_gate": shared_gate}
-    return hyper_sums(streams, None, result=result, mix=mix, **parts)[0]
+    return hyper_sums(streams, None, result=result, mix=mix, weights=weights, shared=shared, shared_gate=shared_gate)[0]

@@ -146,7 +146,7 @@ class StreamsHead:
         self._site, self._streams = site, streams
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._site.enter(rows.unflatten(1, (self._streams, -1)))[0]
+        return self._site.enter(rows.view(rows.shape[0], self._streams, rows.shape[1] // self._streams))[0]
 
 
 class HyperResidual:
