@@ -114,6 +114,11 @@ class ModelConfig:
         return any(kind.state().slots for kind in self.attention_kinds())
 
     @property
+    def hidden_width(self) -> int:
+        """Values of a row of hidden states in front of the head: those of all streams."""
+        return self.hidden_size * (1 if self.hyper is None else self.hyper.streams)
+
+    @property
     def top_k(self) -> int:
         """Experts per token."""
         return self.gate.rule.top_k

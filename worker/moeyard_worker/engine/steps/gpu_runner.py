@@ -187,7 +187,7 @@ class GpuRunner:
             self._exchange.steps.set_rows(PeerRows(size))
             step = self._programs(StepSize(prompt=size, chunks=CHUNKS, keys=keys, width=self._max_pages))
             yield step.parts[MODEL] if speculation is None else partial(speculation.warm, step.state.inputs)
-        row = torch.zeros(1, self._runner.config.hidden_size, dtype=self._runner.dtype, device=self._backend.device)
+        row = torch.zeros(1, self._runner.config.hidden_width, dtype=self._runner.dtype, device=self._backend.device)
         yield partial(warm_scoring, self._backend, model.head, row)
         if self._drafts:
             yield self._sampler.warm
