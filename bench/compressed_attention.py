@@ -18,6 +18,7 @@ from kernel_cases.timing import Timer
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention.compressed_decode import CONFIGS, compressed_decode
+from moeyard_kernels.linear import head_linear
 from moeyard_kernels.types.compressed_rows import CompressedRows
 from moeyard_kernels.types.layers import Pooling
 
@@ -282,6 +283,23 @@ def tiles(timer: Timer, context: int, count: int) -> str:
     return f"attend {context:6} {count:4}  {'  '.join(found)}"
 
 
+def products(timer: Timer, count: int) -> str:
+    """Return one line of times of the layer's other products: `compress` of ratio 4, and the output of groups."""
+    x, weight = (torch.randn(n, 4096, device="cuda").bfloat16() for n in (count, 2624))
+    compress = partial(ops.linear, x, weight, static_weight=True, out_dtype=torch.float32)
+    found = [f"compress {1e6 * timer.seconds(compress, weight.nbytes):6.1f}"]
+    mixed = torch.randn(count, 8, 4096, device="cuda").bfloat16()
+    groups = torch.randn(8, 1024, 4096, device="cuda").bfloat16()
+    for config in (None, *head_linear.configs_for(count)):
+        if isinstance(config, head_linear.HopperHeads) and not head_linear.suits(config, mixed, groups):
+            continue
+        run = partial(head_linear.head_linear, mixed, groups, static_weight=True, config=config)
+        name = "default" if config is None else f"{config.kernel} {config.BM}x{config.BN}"
+        found.append(f"{name} {1e6 * timer.seconds(run, groups.nbytes):6.1f}")
+    floors = [1e6 * each.nbytes / timer.copy_bandwidth for each in (weight, groups)]
+    return f"products {count:4}  floors {floors[0]:.1f} and {floors[1]:.1f}  {'  '.join(found)}"
+
+
 def main() -> int:
     torch.manual_seed(1)
     begun, failed = time.monotonic(), 0
@@ -309,8 +327,15 @@ def main() -> int:
                     traceback.print_exc()
                 torch.cuda.empty_cache()
     for count in ROWS:
-        if time.monotonic() - begun < SECONDS:
-            print(tiles(timer, 4000, count), flush=True)
+        for line in (partial(tiles, timer, 4000, count), partial(products, timer, count)):
+            if time.monotonic() - begun > SECONDS:
+                print("out of time")
+                return failed
+            try:
+                print(line(), flush=True)
+            except Exception:
+                failed += 1
+                traceback.print_exc()
     return failed
 
 
