@@ -47,6 +47,7 @@ MODULES = (
     *("peer_exchange", "expert_fetch"),
     *(
         "mla_decode",
+        "compressed_decode",
         "gqa_decode",
         "rope_gqa_decode",
         "attn_prefill_varlen",

@@ -1,4 +1,5 @@
-"""Bench of `head_linear`: around the decode of latent attention, for four models, and Kimi Delta Attention's gates."""
+"""Bench of `head_linear`: around the decode of latent attention, for four models, Kimi Delta Attention's gates, and the
+output groups of DeepSeek-V4-Flash."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -45,6 +46,13 @@ def _gates(model: str, num_rows: int) -> Case:
     return _product(f"{model} T{num_rows} gates", x.unflatten(1, (2, -1)), weight)
 
 
+def _groups(num_rows: int) -> Case:
+    """Return the first output projection of 8 groups of 8 heads."""
+    x = torch.randn(num_rows, 8, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(8, 1024, 4096, device="cuda", dtype=torch.bfloat16)
+    return _product(f"DeepSeek-V4-Flash T{num_rows} groups", x, weight)
+
+
 def _product(shape: str, x: torch.Tensor, weight: torch.Tensor) -> Case:
     num_rows, (num_heads, num_out, dim) = x.shape[0], weight.shape
     # `static_weight` promises that the weight is complete.
@@ -71,8 +79,10 @@ def _product(shape: str, x: torch.Tensor, weight: torch.Tensor) -> Case:
 
 
 def cases() -> Iterator[Case]:
-    """Yield absorption of queries and expansion of values, at 1, 8 and 64 rows, and gates of prompts too."""
+    """Yield absorption of queries and expansion of values, at 1, 8 and 64 rows, and gates and groups of prompts too."""
     yield from model_cases(tuple(MODELS.values()), (*DECODE_ROWS, 4096))
+    for num_rows in (*DECODE_ROWS, 4096):
+        yield _groups(num_rows)
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:

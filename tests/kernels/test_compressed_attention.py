@@ -13,8 +13,10 @@ from moeyard_kernels.attention import compressed_pool as pool_kernel
 from moeyard_kernels.attention import compressed_rotate as rotate_kernel
 from moeyard_kernels.attention import output_choice as choose_kernel
 from moeyard_kernels.attention import output_scores as scores_kernel
+from moeyard_kernels.cuda import footprint
+from moeyard_kernels.types import compressed_rows
 from moeyard_kernels.types.compressed_rows import CompressedRows
-from moeyard_kernels.types.footprint import COMPRESSED_SPLIT
+from moeyard_kernels.types.footprint import CAPTURED, COMPRESSED_SPLIT
 from moeyard_kernels.types.layers import Pooling
 
 GPU = DEVICE == "cuda"
@@ -273,12 +275,17 @@ def attention(sizes: Sizes, dtype: torch.dtype, ratio: int, positions: list[int]
 @DTYPES
 @BY_SHAPE
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-def test_attention(sizes: Sizes, dtype: torch.dtype, ratio: int) -> None:
+def test_attention(sizes: Sizes, dtype: torch.dtype, ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows around the borders of the window, of blocks, of splits and of the choice."""
     edge = (sizes.top_k if ratio == 4 else COMPRESSED_SPLIT) * max(ratio, 1)
     positions = [0, 2, sizes.window - 1, sizes.window + 3, edge - 2, edge + 130]
     if ratio == 128 and not GPU:
-        positions[4:] = [1300, 2000]
+        # The last row has longer splits (below).
+        positions[4:] = [1300, 5500]
+    if not GPU:
+        for module in (decode_kernel, compressed_rows):
+            monkeypatch.setattr(module, "COMPRESSED_SPLIT", 64 if ratio == 4 else 16)
+            monkeypatch.setattr(module, "COMPRESSED_SPLITS", 2)
     case = attention(sizes, dtype, ratio, positions)
     found = case.run(decode_kernel.compressed_decode)
     assert relative(found, case.run(ops.compressed_decode.reference)) < near(dtype)
@@ -296,3 +303,27 @@ def test_rows_of_one_sequence() -> None:
     assert relative(found, case.run(ops.compressed_decode.reference)) < near(torch.bfloat16)
     for row in (2, 5):
         assert torch.equal(case.row(row).run(decode_kernel.compressed_decode)[0], found[row])
+
+
+@pytest.mark.parametrize(("ratio", "index_heads"), [(0, 0), (4, 64), (128, 0)])
+@pytest.mark.parametrize("positions", [64, 4096, 32768, 1 << 20])
+def test_reserve_covers_partial_results(ratio: int, index_heads: int, positions: int) -> None:
+    """The window's split alone is a result of the step, not reserved apart."""
+    top_k = 512 if index_heads else 0
+    table = torch.zeros(1, positions // 64, dtype=torch.int32)
+    one = torch.zeros(1, dtype=torch.int64)
+    rows = CompressedRows(positions=one, places=one, slots=one, page_table=table, page_size=64)
+    found = footprint.compressed(
+        num_heads=64,
+        head_dim=512,
+        ratio=ratio,
+        index_heads=index_heads,
+        index_dim=128 if index_heads else 0,
+        top_k=top_k,
+        groups_width=8192,
+    )
+    assert found.sums is not None
+    taken = rows.num_splits(ratio, top_k) * 64 * 513
+    if index_heads:
+        taken += rows.num_entries(ratio)
+    assert found.sums.num_bytes(1, 1, positions, CAPTURED) >= 4 * taken or not ratio

@@ -1,7 +1,8 @@
 """Triton: compressed attention at output positions, over a window in a slot and entries in pages.
 
 The keys of a row have one order: the window by position, then its entries, ascending. The window is one split. Entries
-are split at multiples of COMPRESSED_SPLIT. A split takes blocks of 64 keys in ascending order:
+are split at multiples of 128, or of the least multiple of 128 that gives at most 16 splits. A split takes blocks of 64
+keys in ascending order:
 
     s = c q k^T;  m' = max(m, max s);  p = 2^(s - m');  a = 2^(m - m');  l = fma(l, a, p);  o = o a + bf16(p) k
 
@@ -27,7 +28,7 @@ from moeyard_kernels.common.rounding import round_to, stored_as
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.types.compressed_rows import CompressedRows
 from moeyard_kernels.types.decode_tables import BLOCK
-from moeyard_kernels.types.footprint import COMPRESSED_SPLIT
+from moeyard_kernels.types.footprint import COMPRESSED_SPLIT, COMPRESSED_SPLITS
 
 # Up to this many rows, tiles have 16 heads, so that more programs share the work.
 _FEW = 16
@@ -134,12 +135,18 @@ def _entries_seen(i_p, RATIO: tl.constexpr, TOP_K: tl.constexpr):
     return i_count, i_seen
 
 
+@triton.jit
+def _split_of(i_seen, SPLIT: tl.constexpr, MOST: tl.constexpr):
+    """Return the entries per split of a row that attends to i_seen of them."""
+    return SPLIT * tl.cdiv(i_seen, SPLIT * MOST)
+
+
 @triton.jit(do_not_specialize=("MAX_PAGES", "S"))
 def _compressed_decode_kernel(
     p_q, p_recent, p_entries, p_chosen, p_positions, p_slots, p_table, p_out, p_lse, c, MAX_PAGES, S, Q,
     H: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr, RATIO: tl.constexpr,
     GRANULE: tl.constexpr, PAGE: tl.constexpr, TOP_K: tl.constexpr, CHOOSES: tl.constexpr, SPLIT: tl.constexpr,
-    BN: tl.constexpr, LOG2_BN: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr,
+    MOST: tl.constexpr, BN: tl.constexpr, LOG2_BN: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, SWAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Grid: rows S TILES, tiles fastest. p_out: [rows, S, H, D], p_lse: [rows, S, H]. CHOOSES: p_chosen exists."""
@@ -163,11 +170,12 @@ def _compressed_decode_kernel(
     else:
         if RATIO > 0:
             i_count, i_seen = _entries_seen(i_p, RATIO, TOP_K)
-            i_low = (i_s - 1) * SPLIT
+            i_split = _split_of(i_seen, SPLIT, MOST)
+            i_low = (i_s - 1) * i_split
             if i_low < i_seen:
                 _attend_split(
                     p_q, p_entries, p_table + i_b * MAX_PAGES, p_chosen + i_r * TOP_K, p_out, p_lse, o_m, m_m, i_low,
-                    tl.minimum(i_low + SPLIT, i_seen), i_p, i_count > i_seen, c, D=D, WINDOW=WINDOW, RING=RING,
+                    tl.minimum(i_low + i_split, i_seen), i_p, i_count > i_seen, c, D=D, WINDOW=WINDOW, RING=RING,
                     RATIO=RATIO, GRANULE=GRANULE, PAGE=PAGE, CHOOSES=CHOOSES, ENTRIES=True, BN=BN, LOG2_BN=LOG2_BN,
                     BD=BD, BM=BM, SWAP=SWAP, UPCAST=UPCAST
                 )  # fmt: skip
@@ -177,7 +185,7 @@ def _compressed_decode_kernel(
 def _merge_kernel(
     p_part, p_lse, p_sink, p_positions, p_cos, p_sin, p_out, S, s_cos,
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr,
-    SPLIT: tl.constexpr, BX: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr,
+    SPLIT: tl.constexpr, MOST: tl.constexpr, BX: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of heads of one row and undo the rotation. Grid: (rows, ceil(H / BX))."""
     let_next_begin()
@@ -191,7 +199,8 @@ def _merge_kernel(
     i_splits = 1
     if RATIO > 0:
         _, i_seen = _entries_seen(tl.load(p_positions + i_r).to(tl.int32), RATIO, TOP_K)
-        i_splits += tl.cdiv(i_seen, SPLIT)
+        if i_seen > 0:
+            i_splits += tl.cdiv(i_seen, _split_of(i_seen, SPLIT, MOST))
     b_sink = tl.load(p_sink + o_x, mask=m_x, other=0.0)
     b_top = b_sink
     for i_s in tl.range(0, i_splits):
@@ -250,7 +259,8 @@ def compressed_decode(
     work = count * splits * triton.cdiv(heads, config.BM)
     if work > MAX_GRID_X:
         raise ValueError(f"compressed_decode: {count} rows of {splits} splits exceed the grid of a GPU")
-    sizes = {"H": heads, "D": dim, "RATIO": ratio, "TOP_K": top_k, "SPLIT": COMPRESSED_SPLIT}
+    sizes = {"H": heads, "D": dim, "RATIO": ratio, "TOP_K": top_k}
+    sizes |= {"SPLIT": COMPRESSED_SPLIT, "MOST": COMPRESSED_SPLITS}
     block = max(16, triton.next_power_of_2(dim))
     _compressed_decode_kernel[(work,)](
         *(queries, recent, recent if entries is None else entries, rows.page_table if chosen is None else chosen),

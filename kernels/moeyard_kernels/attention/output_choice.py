@@ -75,6 +75,6 @@ def output_choice(scores: torch.Tensor, positions: torch.Tensor, *, ratio: int, 
     out = torch.empty(count, top_k, dtype=torch.int32, device=scores.device)
     if count:
         block = min(_BLOCK, max(256, triton.next_power_of_2(num)))
-        options = {"num_warps": 8, **dependent(scores)}
+        options = {"num_warps": 16, **dependent(scores)}
         _choose_kernel[(count,)](scores, positions, out, num, RATIO=ratio, TOP_K=top_k, BN=block, **options)
     return out

@@ -12,8 +12,9 @@ from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.common.launch import interpreted
 from moeyard_kernels.types.compressed_rows import CompressedRows
 
-# Entries of a program, and of a product. Neither changes a bit.
-_SPAN, _BLOCK = 256, 64
+# Entries of a program with many rows, and of a product, which is a program's with up to _FEW rows. Neither changes a
+# bit.
+_SPAN, _BLOCK, _FEW = 256, 64, 8
 
 
 @triton.jit
@@ -75,7 +76,7 @@ def output_scores(
     num = rows.num_entries(ratio)
     out = torch.empty(count, num, dtype=torch.float32, device=wanted.device)
     # In the interpreter, a program costs the same for every size.
-    span = triton.next_power_of_2(num) if interpreted() else _SPAN
+    span = triton.next_power_of_2(num) if interpreted() else _BLOCK if count <= _FEW else _SPAN
     padded = max(16, triton.next_power_of_2(heads))
     if count:
         _scores_kernel[(count, triton.cdiv(num, span))](

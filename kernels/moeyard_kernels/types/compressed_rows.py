@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moeyard_kernels.types.decode_tables import BLOCK, MAX_QUERIES
-from moeyard_kernels.types.footprint import CAPTURED, COMPRESSED_SPLIT, num_splits
+from moeyard_kernels.types.footprint import CAPTURED, COMPRESSED_SPLIT, COMPRESSED_SPLITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class CompressedRows:
         """Return the splits of the keys of any row: one for the window, others for its entries (top_k 0: all)."""
         entries = self.num_entries(ratio)
         entries = min(entries, top_k) if top_k else entries
-        return 1 + (num_splits(entries, COMPRESSED_SPLIT) if entries else 0)
+        return 1 + min(COMPRESSED_SPLITS, -(-entries // COMPRESSED_SPLIT))
 
     def turns(self, row_bytes: int) -> "list[tuple[slice, CompressedRows]]":
         """Return the rows of each turn, if a row takes `row_bytes` of intermediate results."""

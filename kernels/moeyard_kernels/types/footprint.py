@@ -7,8 +7,9 @@ from typing import Protocol
 # Grouped attention over DecodeTables splits keys at multiples of this many positions; for latent attention see
 # `mla_split`.
 GQA_SPLIT = 512
-# Compressed attention splits the entries that a row sees at multiples of this many. The window is one split more.
-COMPRESSED_SPLIT = 256
+# Compressed attention splits the entries that a row sees at multiples of this many, or of a multiple of it if these
+# were too many splits. The window is one split more.
+COMPRESSED_SPLIT, COMPRESSED_SPLITS = 128, 16
 # Largest bytes of one launch's sums, unless one sequence needs more. Captured steps have room for the longest sequence
 # in all rows; other steps may recompute thousands of rows.
 CAPTURED, LAUNCHED = 1 << 30, 1 << 28

@@ -145,8 +145,9 @@ class Decoder:
         last, self._to_head = self._ending
         self._walk = [*zip(self._layers, [*(layer.site for layer in self._layers[1:]), last], strict=True)]
         kind = [(config.attention[i], type(layer.block)) for i, layer in enumerate(self._layers)]
-        first = [layer for i, layer in enumerate(self._layers) if kind[i] not in kind[:i]]
-        self._one_of_each = [*zip(first, [*(layer.site for layer in first[1:]), last], strict=True)]
+        of_each = [layer for i, layer in enumerate(self._layers) if kind[i] not in kind[:i]]
+        # The last of them leads to the head, whose rows may be wider (`HyperStreams.last`).
+        self._one_of_each = [*zip(of_each, [*(layer.site for layer in of_each[1:]), last], strict=True)]
         self._lm_head: Matrix = Matrix.plain(self._embed) if spec.lm_head is None else load(spec.lm_head)
 
     def overwrite(self, spec: ModelSpec, load: Load) -> None:

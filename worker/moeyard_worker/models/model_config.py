@@ -115,7 +115,7 @@ class ModelConfig:
 
     @property
     def hidden_width(self) -> int:
-        """Columns of a row of hidden states: all residual streams."""
+        """Values of a row of hidden states in front of the head: those of all streams."""
         return self.hidden_size * (1 if self.hyper is None else self.hyper.streams)
 
     @property

@@ -91,7 +91,7 @@ class StepPrograms:
                 max_sequences=max_sequences, num_drafts=num_drafts, limit=runner.config.max_position
             )
             # One buffer for all steps with prompts: the host reads it before the next one runs.
-            shape = max_prompt, runner.config.hidden_size
+            shape = max_prompt, runner.config.hidden_width
             self._hidden = torch.zeros(shape, dtype=runner.dtype, device=backend.device)
 
     @property
