@@ -179,8 +179,10 @@ def attend_entries(
         if low < start:
             seen.insert(0, recent[before, torch.arange(low, start, device=recent.device) % recent.shape[1]])
         if pooling is not None and (count := (position + 1) // pooling.ratio):
-            chosen = found is not None and count > found.shape[1]
-            seen.append(pooling.entries[found[row].long() if chosen else _places(tables, pooling, b, 0, count)])
+            places = _places(tables, pooling, b, 0, count)
+            if found is not None and count > found.shape[1]:
+                places = found[row].long()
+            seen.append(pooling.entries[places])
         known = torch.cat(seen).float()
         scores = torch.cat((queries[row].float() @ known.t() * scale, sink.unsqueeze(1)), 1)
         out[row] = (scores.softmax(1)[:, :-1] @ known).to(out.dtype)
