@@ -78,9 +78,7 @@ class CompressedPrompts:
             found=found,
         )
         # All launches above read the state before the chunks.
-        ops.keep_last(keys, layer.recent, tables=tables)
-        if layer.pending is not None and compressed is not None:
-            ops.keep_last(compressed, layer.pending, tables=tables)
+        ops.keep_last(keys, layer.recent, compressed, layer.pending, tables=tables)
         return out
 
     def _pool(self, compressed: torch.Tensor, pending: torch.Tensor, tables: PromptTables) -> None:
