@@ -4,10 +4,12 @@ A row sees its keys in blocks of BN: first the window, from its oldest position 
 With c = scale log2(e):
 
     s = q . k (d ascending);  m' = max(m, c max s);  p = 2^fma(s, c, -m');  a = 2^(m - m')
-    l = fma(l, a, p) per key of a block;  o = o a + bf16(p) k;  out = o (1 / (sum l + 2^(sink log2(e) - m)))
+    l = fma(l, a, p), l2 = l2 a per key of a block, then l and l2 swap;  o = o a + bf16(p) k
+    out = o (1 / (sum l + sum l2 + 2^(sink log2(e) - m)))
 
-m begins as the sink. So a row's bits depend on its query and its keys alone. Keys are gathered, so nothing is shared
-between rows: a row whose entries are chosen costs the same behind any prompt.
+m begins as the sink. Even and odd blocks have separate sums, so that different warps may take them. A row's bits depend
+on its query and its keys alone. Keys are gathered, so nothing is shared between rows: a row whose entries are chosen
+costs the same behind any prompt.
 """
 
 import math
@@ -19,6 +21,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.attention.attend_entries_hopper import attend_entries_hopper_kernel
+from moeyard_kernels.attention.attend_entries_pairs import attend_entries_pairs_kernel
 from moeyard_kernels.attention.decode_splits import sum_over_keys
 from moeyard_kernels.attention.pool_blocks import place_of
 from moeyard_kernels.common.launch import (
@@ -42,15 +45,17 @@ _UNSEEN = tl.constexpr(-2e38)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntriesConfig(Config):
-    """BM heads per program. kernel: the Triton kernel, or `attend_entries_hopper` where it can run."""
+    """BM heads per program. kernel: the Triton kernel, or `attend_entries_hopper` or `attend_entries_pairs` where
+    these can run."""
 
-    kernel: Literal["triton", "hopper"]
+    kernel: Literal["triton", "hopper", "pairs"]
     BM: int
 
 
 CONFIGS = (
     EntriesConfig(kernel="hopper", BM=64, num_warps=8, num_stages=2),
     EntriesConfig(kernel="triton", BM=64, num_warps=8, num_stages=2),
+    EntriesConfig(kernel="pairs", BM=64, num_warps=4, num_stages=2),
     EntriesConfig(kernel="triton", BM=16, num_warps=4, num_stages=2),
 )
 # Fits a tile of fp32, whose products do not run on tensor cores.
@@ -59,7 +64,7 @@ _FP32 = EntriesConfig(kernel="triton", BM=16, num_warps=8, num_stages=1)
 
 @triton.jit
 def _add_block(
-    b_acc, b_m, b_l, b_q, p_row, m_n, c, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr
+    b_acc, b_m, b_l, b_l2, b_q, p_row, m_n, c, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr
 ):
     """Add the keys at p_row [BN] where m_n."""
     o_d = tl.arange(0, BD)
@@ -73,12 +78,13 @@ def _add_block(
     b_alpha = tl.exp2(b_m - b_top)
     b_shift = tl.broadcast_to((-b_top)[:, None], b_s.shape)
     b_p = tl.exp2(tl.fma(b_s, tl.full(b_s.shape, c, tl.float32), b_shift))
-    b_l = tl.fma(b_l, tl.broadcast_to(b_alpha[:, None], b_l.shape), b_p)
+    b_wide = tl.broadcast_to(b_alpha[:, None], b_l.shape)
+    b_l, b_l2 = b_l2 * b_wide, tl.fma(b_l, b_wide, b_p)
     if INTERPRETED:
         b_p = round_to(b_p, DTYPE)
     b_acc = b_acc * b_alpha[:, None]
     b_acc = tl.dot(b_p.to(b_k.dtype), b_k, b_acc, input_precision="ieee")
-    return b_acc, b_top, b_l
+    return b_acc, b_top, b_l, b_l2
 
 
 @triton.jit(do_not_specialize=("P", "MAX_PAGES"))
@@ -108,6 +114,7 @@ def _attend_entries_kernel(
     b_sink = tl.load(p_sink + o_h, mask=o_h < H, other=0.0) * LOG2E
     b_m = b_sink
     b_l = tl.zeros([BM, BN], tl.float32)
+    b_l2 = tl.zeros([BM, BN], tl.float32)
     b_acc = tl.zeros([BM, BD], tl.float32)
 
     for i_n in range(0, WINDOW, BN):
@@ -116,7 +123,7 @@ def _attend_entries_kernel(
         m_n = (o_n < WINDOW) & (o_p >= 0)
         p_old = p_recent + (i_before * SIZE + tl.where(o_p >= 0, o_p, 0) % SIZE) * D
         p_row = tl.where(o_p >= i_start, p_keys + (i_first + o_p - i_start).to(tl.int64) * s_key, p_old)
-        b_acc, b_m, b_l = _add_block(b_acc, b_m, b_l, b_q, p_row, m_n, c, D, BM, BD, BN)
+        b_acc, b_m, b_l, b_l2 = _add_block(b_acc, b_m, b_l, b_l2, b_q, p_row, m_n, c, D, BM, BD, BN)
 
     if RATIO > 0:
         num_seen = (i_p + 1) // RATIO
@@ -131,9 +138,12 @@ def _attend_entries_kernel(
             if TOP > 0:
                 b_found = tl.load(p_found + i_row.to(tl.int64) * TOP + o_n, mask=m_n & is_chosen, other=0)
                 b_place = tl.where(is_chosen, b_found.to(tl.int64), b_place)
-            b_acc, b_m, b_l = _add_block(b_acc, b_m, b_l, b_q, p_entries + b_place * D, m_n, c, D, BM, BD, BN)
+            b_acc, b_m, b_l, b_l2 = _add_block(
+                b_acc, b_m, b_l, b_l2, b_q, p_entries + b_place * D, m_n, c, D, BM, BD, BN
+            )
 
-    b_total = sum_over_keys(b_l, BM, BN, LOG2_BN, 1) + tl.exp2(b_sink - b_m)
+    b_total = sum_over_keys(b_l, BM, BN, LOG2_BN, 1) + sum_over_keys(b_l2, BM, BN, LOG2_BN, 1)
+    b_total += tl.exp2(b_sink - b_m)
     b_out = b_acc * tl.div_rn(tl.full([BM], 1.0, tl.float32), b_total)[:, None]
     p_block = p_out + (i_row.to(tl.int64) * H + o_h)[:, None] * D + o_d[None, :]
     tl.store(p_block, b_out.to(p_out.dtype.element_ty), mask=m_q)
@@ -143,11 +153,11 @@ def default_config(queries: torch.Tensor) -> EntriesConfig:
     """Return the config of untuned shapes."""
     if queries.dtype == torch.float32 and not interpreted():
         return _FP32
-    return CONFIGS[0] if queries.shape[1] > 16 else CONFIGS[2]
+    return CONFIGS[0] if queries.shape[1] > 16 else CONFIGS[3]
 
 
 def suits_hopper(queries: torch.Tensor, keys: torch.Tensor, recent: torch.Tensor, window: int) -> bool:
-    """Return whether the Hopper kernel can run: keys of 512 values in aligned rows, and a window of several blocks."""
+    """Return whether the Hopper kernels can run: keys of 512 values in aligned rows, and a window of several blocks."""
     aligned = all(stride % 8 == 0 for stride in (*queries.stride()[:2], keys.stride(0)))
     fits = recent.shape[0] * recent.shape[1] < 2**31 and queries.shape[2] == 512
     return on_hopper(queries) and aligned and fits and window > BLOCK
@@ -206,15 +216,20 @@ def attend_entries(
         "BN": BLOCK,
         "LOG2_BN": BLOCK.bit_length() - 1,
     }
-    if config.kernel == "hopper" and suits_hopper(queries, keys, recent, window):
+    kernel = config.kernel if suits_hopper(queries, keys, recent, window) else "triton"
+    if kernel != "triton":
+        launched = attend_entries_hopper_kernel if kernel == "hopper" else attend_entries_pairs_kernel
         programs = min(grid, num_multiprocessors(queries))
-        attend_entries_hopper_kernel[(programs,)](*arguments, **sizes, UNSEEN=_UNSEEN.value, num_warps=config.num_warps)
+        launched[(programs,)](
+            *arguments, **sizes, UNSEEN=_UNSEEN.value, num_warps=config.num_warps, enable_fp_fusion=False
+        )
     else:
         _attend_entries_kernel[(grid,)](
             *arguments,
             **sizes,
             BD=max(16, triton.next_power_of_2(dim)),
             STAGES=config.num_stages,
+            enable_fp_fusion=False,
             **config.options,
         )
     return finish(out, queries.dtype)

@@ -15,7 +15,7 @@ from moeyard_kernels.attention.mla_decode_hopper import sum_over_keys
 
 
 @gluon.jit
-def _row_of(p_rows, p_chunks, i_item, P, TILES: gl.constexpr):
+def row_at(p_rows, p_chunks, i_item, P, TILES: gl.constexpr):
     """Return row, chunk, position, first row of the chunk, its position, slot before it. Later rows come first."""
     i_row = P - 1 - gl.minimum(i_item // TILES, P - 1)
     i_b = gl.load(p_rows + i_row * 2)
@@ -27,7 +27,7 @@ def _row_of(p_rows, p_chunks, i_item, P, TILES: gl.constexpr):
 
 
 @gluon.jit
-def _seen(i_p, RATIO: gl.constexpr, TOP: gl.constexpr):
+def seen_by(i_p, RATIO: gl.constexpr, TOP: gl.constexpr):
     """Return the number of entries that a row sees."""
     num_seen = 0
     if RATIO > 0:
@@ -38,13 +38,13 @@ def _seen(i_p, RATIO: gl.constexpr, TOP: gl.constexpr):
 
 
 @gluon.jit
-def _places(
+def places(
     p_found, p_pages, i_row, i_b, i_p, i_n, MAX_PAGES, FIRST: gl.constexpr, RATIO: gl.constexpr, GRANULE: gl.constexpr,
     PAGE: gl.constexpr, TOP: gl.constexpr, BN: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
     """Return the places of the entries of block i_n, [BN] int32; 0 for the window, which has FIRST blocks."""
     o_e = (i_n - FIRST) * BN + gl.arange(0, BN, L)
-    m_e = (o_e >= 0) & (o_e < _seen(i_p, RATIO, TOP))
+    m_e = (o_e >= 0) & (o_e < seen_by(i_p, RATIO, TOP))
     i_end = o_e * RATIO + (RATIO - 1)
     m_page = m_e if TOP == 0 else m_e & ((i_p + 1) // RATIO <= TOP)
     b_page = gl.load(p_pages + i_b.to(gl.int64) * MAX_PAGES + i_end // PAGE, mask=m_page, other=0)
@@ -57,22 +57,45 @@ def _places(
 
 
 @gluon.jit
-def _copy_keys(
-    p_keys, p_recent, p_entries, b_place, s_kv, i_n, i_p, i_first, i_start, i_before, s_key, FIRST: gl.constexpr,
+def key_rows(
+    p_keys, p_recent, p_entries, b_place, i_n, i_p, i_first, i_start, i_before, s_key, FIRST: gl.constexpr,
     RATIO: gl.constexpr, TOP: gl.constexpr, WINDOW: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr,
     BN: gl.constexpr, L: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy block i_n of a row, with zeros for missing keys, as one group of copies."""
-    o_w = i_n * BN + gl.arange(0, BN, gl.SliceLayout(1, L))
-    o_d = gl.arange(0, D, gl.SliceLayout(0, L))
+    """Return pointers to the keys of block i_n of a row, and which of them it sees."""
+    o_w = i_n * BN + gl.arange(0, BN, L)
     o_p = i_p - WINDOW + 1 + o_w
     m_n = (o_p >= 0) & (o_w < WINDOW)
     p_new = p_keys + (i_first + o_p - i_start).to(gl.int64) * s_key
     p_old = p_recent + (i_before.to(gl.int64) * SIZE + gl.maximum(o_p, 0) % SIZE) * D
     p_row = gl.where(o_p >= i_start, p_new, p_old)
     if RATIO > 0:
-        m_n = gl.where(i_n < FIRST, m_n, o_w - FIRST * BN < _seen(i_p, RATIO, TOP))
+        m_n = gl.where(i_n < FIRST, m_n, o_w - FIRST * BN < seen_by(i_p, RATIO, TOP))
         p_row = gl.where(i_n < FIRST, p_row, p_entries + b_place.to(gl.int64) * D)
+    return p_row, m_n
+
+
+@gluon.jit
+def key_range(i_p, num_seen, i_n, FIRST: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr):
+    """Return the range of keys of block i_n that a row sees."""
+    in_window = i_n < FIRST
+    i_low = gl.where(in_window, WINDOW - 1 - i_p - i_n * BN, 0)
+    i_high = gl.where(in_window, WINDOW - i_n * BN, num_seen - (i_n - FIRST) * BN)
+    return i_low, i_high
+
+
+@gluon.jit
+def _copy_keys(
+    p_keys, p_recent, p_entries, b_place, s_kv, i_n, i_p, i_first, i_start, i_before, s_key, FIRST: gl.constexpr,
+    RATIO: gl.constexpr, TOP: gl.constexpr, WINDOW: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr,
+    BN: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Start to copy block i_n of a row, with zeros for missing keys, as one group of copies."""
+    p_row, m_n = key_rows(
+        p_keys, p_recent, p_entries, b_place, i_n, i_p, i_first, i_start, i_before, s_key, FIRST, RATIO, TOP, WINDOW,
+        SIZE, D, BN, gl.SliceLayout(1, L),
+    )  # fmt: skip
+    o_d = gl.arange(0, D, gl.SliceLayout(0, L))
     async_copy.async_copy_global_to_shared(s_kv, p_row[:, None] + o_d[None, :], mask=m_n[:, None])
     async_copy.commit_group()
 
@@ -116,7 +139,7 @@ def attend_entries_hopper_kernel(
 
     num_items = P * TILES
     i_item = gl.program_id(0)
-    i_row, i_b, i_p, i_first, i_start, i_before = _row_of(p_rows, p_chunks, i_item, P, TILES)
+    i_row, i_b, i_p, i_first, i_start, i_before = row_at(p_rows, p_chunks, i_item, P, TILES)
     b_place = gl.zeros([BN], gl.int32, L_N)
     _copy_query(p_q, s_q, i_row, i_item % TILES, s_row, s_head, H, BM, D, L_KV)
     _copy_keys(
@@ -128,13 +151,14 @@ def attend_entries_hopper_kernel(
     for i_item in range(gl.program_id(0), num_items, gl.num_programs(0)):
         # The row after this one. The last row is followed by copies of row 0, which nothing reads.
         i_after = i_item + gl.num_programs(0)
-        x_row, x_b, x_p, x_first, x_start, x_before = _row_of(p_rows, p_chunks, i_after, P, TILES)
-        num_seen = _seen(i_p, RATIO, TOP)
+        x_row, x_b, x_p, x_first, x_start, x_before = row_at(p_rows, p_chunks, i_after, P, TILES)
+        num_seen = seen_by(i_p, RATIO, TOP)
         num_blocks = FIRST + (num_seen + BN - 1) // BN
         o_h = i_item % TILES * BM + gl.arange(0, BM, L_M)
         b_sink = gl.load(p_sink + o_h, mask=o_h < H, other=0.0) * LOG2E
         b_m = b_sink
         b_l = b_zero
+        b_l2 = b_zero
         b_acc = gl.zeros([BM, D], gl.float32, L_O)
         for i_n in range(0, num_blocks):
             async_copy.wait_group(0)
@@ -149,15 +173,12 @@ def attend_entries_hopper_kernel(
                 gl.where(is_last, x_before, i_before), s_key, FIRST, RATIO, TOP, WINDOW, SIZE, D, BN, L_KV,
             )  # fmt: skip
             if RATIO > 0:
-                b_place = _places(
+                b_place = places(
                     p_found, p_pages, i_row, i_b, i_p, i_n + 2, MAX_PAGES, FIRST, RATIO, GRANULE, PAGE, TOP, BN, L_N
                 )
             b_s = warpgroup_mma_wait(num_outstanding=0, deps=(b_s,))
 
-            # The keys of this block that the row sees: [i_low, i_high).
-            in_window = i_n < FIRST
-            i_low = gl.where(in_window, WINDOW - 1 - i_p - i_n * BN, 0)
-            i_high = gl.where(in_window, WINDOW - i_n * BN, num_seen - (i_n - FIRST) * BN)
+            i_low, i_high = key_range(i_p, num_seen, i_n, FIRST, WINDOW, BN)
             o_n = gl.arange(0, BN, gl.SliceLayout(0, L_S))
             b_s = gl.where(((o_n >= i_low) & (o_n < i_high))[None, :], b_s, UNSEEN)
             b_top = gl.maximum(b_m, gl.max(b_s, 1) * c)
@@ -165,7 +186,7 @@ def attend_entries_hopper_kernel(
             b_shift, _ = gl.broadcast((-b_top)[:, None], b_s)
             b_p = gl.exp2(gl.fma(b_s, gl.full([BM, BN], c, gl.float32, L_S), b_shift))
             b_wide, _ = gl.broadcast(b_alpha[:, None], b_s)
-            b_l = gl.fma(b_l, b_wide, b_p)
+            b_l, b_l2 = b_l2 * b_wide, gl.fma(b_l, b_wide, b_p)
             b_m = b_top
             s_p.store(b_p.to(DT))
             fence_async_shared()
@@ -179,7 +200,9 @@ def attend_entries_hopper_kernel(
 
         # Through shared memory each lane gets all sums of a row.
         s_l.store(b_l)
-        b_sum = gl.convert_layout(sum_over_keys(s_l.load(L_L), BM, BN, LOG2_BN, 1), L_M)
+        b_sum = sum_over_keys(s_l.load(L_L), BM, BN, LOG2_BN, 1)
+        s_l.store(b_l2)
+        b_sum = gl.convert_layout(b_sum + sum_over_keys(s_l.load(L_L), BM, BN, LOG2_BN, 1), L_M)
         b_inv = gl.div_rn(gl.full([BM], 1.0, gl.float32, L_M), b_sum + gl.exp2(b_sink - b_m))
         b_acc = b_acc * gl.convert_layout(b_inv, L_OM)[:, None]
         o_ho = i_item % TILES * BM + gl.arange(0, BM, L_OM)

@@ -125,6 +125,7 @@ def index_scores(
             BN=config.BN,
             PARTS=parts,
             STAGES=config.num_stages,
+            enable_fp_fusion=False,
             **config.options,
         )
     return out

@@ -16,15 +16,14 @@ from moeyard_kernels.types.prompt_tables import PromptTables
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=("B", "N"))
-def _keep_last_kernel(
-    p_rows, p_slots, p_chunks, p_moves, B, N, s_rows, SIZE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr
+@triton.jit
+def _keep_block(
+    p_rows, p_slots, p_chunks, p_moves, i_part, B, N, s_rows, SIZE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """p_rows [P, .] and p_slots [slots, SIZE, W] as integers of their size. Grid: (SIZE, ceil(W / BLOCK))."""
-    let_next_begin()
-    wait_for_previous()
-    i_r = tl.program_id(0)
-    o_w = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Keep block i_part of a slot's SIZE rows of W values, each of which has ceil(W / BLOCK) blocks."""
+    PARTS: tl.constexpr = (W + BLOCK - 1) // BLOCK
+    i_r = i_part // PARTS
+    o_w = i_part % PARTS * BLOCK + tl.arange(0, BLOCK)
     m_w = o_w < W
     p_here = p_slots + i_r * W + o_w
     for i_b in range(B):
@@ -52,26 +51,55 @@ def _keep_last_kernel(
         tl.store(p_here + i_slot * (SIZE * W), b_x, mask=m_w)
 
 
-def keep_last(rows: torch.Tensor, slots: torch.Tensor, *, tables: PromptTables) -> None:
+@triton.jit(do_not_specialize=("B", "N"))
+def _keep_last_kernel(
+    p_keys, p_recent, p_compressed, p_pending, p_chunks, p_moves, B, N, s_keys, s_compressed,
+    SIZE: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, SIZE2: tl.constexpr, W: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """p_recent [slots, SIZE, D] and p_pending [slots, SIZE2, W]. Grid: all blocks of a slot."""
+    let_next_begin()
+    wait_for_previous()
+    PARTS: tl.constexpr = SIZE * ((D + BD - 1) // BD)
+    i_part = tl.program_id(0)
+    if i_part < PARTS:
+        _keep_block(p_keys, p_recent, p_chunks, p_moves, i_part, B, N, s_keys, SIZE, D, BD)
+    elif SIZE2 > 0:
+        _keep_block(p_compressed, p_pending, p_chunks, p_moves, i_part - PARTS, B, N, s_compressed, SIZE2, W, BW)
+
+
+def keep_last(
+    keys: torch.Tensor,
+    recent: torch.Tensor,
+    compressed: torch.Tensor | None = None,
+    pending: torch.Tensor | None = None,
+    *,
+    tables: PromptTables,
+) -> None:
     """See `moeyard_kernels.ops.keep_last`."""
-    check_indices("keep_last", low=0, high=slots.shape[0], moves=tables.moves[:, 2])
-    _, size, width = slots.shape
-    if not slots.numel():
-        return
+    check_indices("keep_last", low=0, high=recent.shape[0], moves=tables.moves[:, 2])
     # As integers of their size, which no interpreter rounds.
-    word = torch.int16 if slots.itemsize == 2 else torch.int32
-    block = min(_BLOCK, triton.next_power_of_2(width))
-    _keep_last_kernel[(size, triton.cdiv(width, block))](
-        rows.view(word),
-        slots.view(word),
+    word = torch.int16 if recent.itemsize == 2 else torch.int32
+    keys, recent = keys.view(word), recent.view(word)
+    size, dim = recent.shape[1:]
+    size2, width = (0, 1) if pending is None else pending.shape[1:]
+    blocks = [min(_BLOCK, triton.next_power_of_2(columns)) for columns in (dim, width)]
+    _keep_last_kernel[(size * triton.cdiv(dim, blocks[0]) + size2 * triton.cdiv(width, blocks[1]),)](
+        keys,
+        recent,
+        keys if compressed is None else compressed.view(torch.int32),
+        recent if pending is None else pending.view(torch.int32),
         tables.chunks,
         tables.moves,
         len(tables.chunks),
         len(tables.moves),
-        rows.stride(0),
+        keys.stride(0),
+        0 if compressed is None else compressed.stride(0),
         SIZE=size,
+        D=dim,
+        BD=blocks[0],
+        SIZE2=size2,
         W=width,
-        BLOCK=block,
+        BW=blocks[1],
         num_warps=4,
-        **dependent(slots),
+        **dependent(recent),
     )

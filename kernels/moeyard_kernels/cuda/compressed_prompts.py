@@ -42,6 +42,10 @@ class CompressedPrompts:
 
     def __init__(self, layer: CompressedLayer) -> None:
         self._layer, self._sink = layer, layer.sink.float().contiguous()
+        # In the order of their columns in `compress`.
+        self._poolings = [] if layer.pooling is None else [layer.pooling]
+        if layer.indexer is not None:
+            self._poolings.append(layer.indexer.pooling)
 
     def attend(
         self,
@@ -59,21 +63,8 @@ class CompressedPrompts:
         layer, tables = self._layer, plan.compressed_prompts
         assert tables is not None, "the plan has prompt rows"
         found = None
-        if layer.pooling is not None:
-            assert compressed is not None and layer.pending is not None  # noqa: PT018
-            column = 0
-            for pooling in (layer.pooling, layer.indexer and layer.indexer.pooling):
-                if pooling is not None:
-                    ops.pool_blocks(
-                        compressed,
-                        layer.pending,
-                        pooling=pooling,
-                        rope=layer.rope,
-                        eps=layer.eps,
-                        column=column,
-                        tables=tables,
-                    )
-                    column += 2 * pooling.bias.shape[1]
+        if compressed is not None and layer.pending is not None:
+            self._pool(compressed, layer.pending, tables)
             found = self._found(compressed, wanted, tables)
         out = ops.attend_entries(
             queries,
@@ -87,10 +78,17 @@ class CompressedPrompts:
             found=found,
         )
         # All launches above read the state before the chunks.
-        ops.keep_last(keys, layer.recent, tables=tables)
-        if layer.pending is not None and compressed is not None:
-            ops.keep_last(compressed, layer.pending, tables=tables)
+        ops.keep_last(keys, layer.recent, compressed, layer.pending, tables=tables)
         return out
+
+    def _pool(self, compressed: torch.Tensor, pending: torch.Tensor, tables: PromptTables) -> None:
+        """Write the entries of all blocks that end in the chunks."""
+        layer, column = self._layer, 0
+        for pooling in self._poolings:
+            ops.pool_blocks(
+                compressed, pending, pooling=pooling, rope=layer.rope, eps=layer.eps, column=column, tables=tables
+            )
+            column += 2 * pooling.bias.shape[1]
 
     def _found(
         self, compressed: torch.Tensor, wanted: torch.Tensor | None, tables: PromptTables
@@ -109,7 +107,8 @@ class CompressedPrompts:
         found = torch.empty(tables.num_rows, indexer.top_k, dtype=torch.int32, device=wanted.device)
         weights = compressed[:, -indexer.num_heads :]
         for chosen in parts:
-            options = {"pooling": indexer.pooling, "chosen": chosen, "tables": tables}
-            scores = ops.index_scores(wanted, weights, **options)
-            ops.choose_entries(scores, found, top_k=indexer.top_k, **options)
+            scores = ops.index_scores(wanted, weights, pooling=indexer.pooling, chosen=chosen, tables=tables)
+            ops.choose_entries(
+                scores, found, pooling=indexer.pooling, top_k=indexer.top_k, chosen=chosen, tables=tables
+            )
         return found

@@ -179,8 +179,10 @@ def attend_entries(
         if low < start:
             seen.insert(0, recent[before, torch.arange(low, start, device=recent.device) % recent.shape[1]])
         if pooling is not None and (count := (position + 1) // pooling.ratio):
-            chosen = found is not None and count > found.shape[1]
-            seen.append(pooling.entries[found[row].long() if chosen else _places(tables, pooling, b, 0, count)])
+            places = _places(tables, pooling, b, 0, count)
+            if found is not None and count > found.shape[1]:
+                places = found[row].long()
+            seen.append(pooling.entries[places])
         known = torch.cat(seen).float()
         scores = torch.cat((queries[row].float() @ known.t() * scale, sink.unsqueeze(1)), 1)
         out[row] = (scores.softmax(1)[:, :-1] @ known).to(out.dtype)
@@ -189,22 +191,37 @@ def attend_entries(
 
 @op(
     "attention.keep_last",
+    "(compressed is None) == (pending is None)",
     "W <= C",
-    rows="float [P, C] rows",
-    slots="rows [num_slots, size, W] contiguous",
+    keys="float [P, D] rows",
+    recent="keys [num_slots, _, D] contiguous",
+    compressed="fp32 [P, C] rows?",
+    pending="fp32 [num_slots, _, W] contiguous?",
     **_TABLES,
     **{"tables.moves": "int32 [_, 3] contiguous"},
 )
-def keep_last(rows: torch.Tensor, slots: torch.Tensor, *, tables: PromptTables) -> None:
+def keep_last(
+    keys: torch.Tensor,
+    recent: torch.Tensor,
+    compressed: torch.Tensor | None = None,
+    pending: torch.Tensor | None = None,
+    *,
+    tables: PromptTables,
+) -> None:
     """Write the last rows of each chunk into its slot, and those before a snapshot into the snapshot's slot.
 
-    The row of position p is row p % size of a slot [size, W], and takes the first W <= C values of rows [P, C]. Rows of
-    earlier positions come from the state before the chunk, and are zero before position 0. All slots that hold a state
-    before a chunk are read first. The result is exact.
+    keys [P, D] go to `recent`, and the first W values of rows of compressed [P, C] to `pending`. The row of position p
+    is row p % size of a slot. Rows of earlier positions come from the state before the chunk, and are zero before
+    position 0. All slots that hold a state before a chunk are read first. The result is exact.
     """
-    chunks = tables.chunks.tolist()
-    check_indices("keep_last", low=0, high=slots.shape[0], moves=tables.moves[:, 2])
-    size = slots.shape[1]
+    check_indices("keep_last", low=0, high=recent.shape[0], moves=tables.moves[:, 2])
+    for rows, slots in ((keys, recent), (compressed, pending)):
+        if rows is not None and slots is not None:
+            _keep_last(rows, slots, tables)
+
+
+def _keep_last(rows: torch.Tensor, slots: torch.Tensor, tables: PromptTables) -> None:
+    chunks, size = tables.chunks.tolist(), slots.shape[1]
     states = [torch.zeros_like(slots[0]) if before < 0 else slots[before].clone() for _, _, before, _ in chunks]
     for b, end, slot in tables.moves.tolist():
         first, start = chunks[b][:2]
