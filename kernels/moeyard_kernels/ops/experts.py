@@ -156,10 +156,10 @@ def expert_layout(
     slot_of_expert [E] int32 is -1 for experts that are not local. Pairs of one expert stay in order, and each expert
     begins at a multiple of `block_rows` (16 to 128, see `expert_block_rows`; 256 for codes). Blocks leave out pairs
     without a local expert: padding rows and other ranks' pairs have the id -1. There is no host sync, because all
-    counts stay on the device. The cost does not depend on `num_slots`, which may count the slots of all layers. one_in: hint that
-    about 1/one_in of the pairs are local; no result depends on it. Ids must lie in [-1, E) and slots in [-1,
-    num_slots). This is checked on a CPU, and on a GPU within `launch.checked()`. The kernel does not write values that
-    are -1 in the reference's result.
+    counts stay on the device. The cost does not depend on `num_slots`, which may count the slots of all layers.
+    one_in: hint that about 1/one_in of the pairs are local; no result depends on it. Ids must lie in [-1, E) and slots
+    in [-1, num_slots). This is checked on a CPU, and on a GPU within `launch.checked()`. The kernel does not write
+    values that are -1 in the reference's result.
     """
     num_pairs, num_experts = topk_ids.numel(), len(slot_of_expert)
     check_indices("expert_layout", low=-1, high=num_experts, topk_ids=topk_ids)
