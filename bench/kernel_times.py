@@ -43,7 +43,7 @@ from moeyard_kernels.common import tuning
 # live only while their case runs.
 MODULES = (
     *("elementwise", "rope", "reduce", "hyper_connections", "linear", "head_linear", "topk_gate", "moe"),
-    *("grouped_packed", "expert_cache"),
+    *("grouped_packed", "linear_packed", "expert_cache"),
     *("peer_exchange", "expert_fetch"),
     *(
         "mla_decode",

@@ -47,7 +47,7 @@ def test_experts(name: str, hidden: int, inner: int) -> None:
         ids[num_tokens // 2, 1] = -1
         layouts = [
             ops.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
-            for rows in ((16, 32, 64, 128) if num_tokens > 3 else (16,))
+            for rows in ((16, 32, 64, 128, 256) if num_tokens > 3 else (16,))
         ]
         if num_tokens <= 16:
             layouts.append(ExpertPairs(topk_ids=ids, slot_of_expert=slot_of, num_slots=slots))

@@ -38,11 +38,12 @@ def test_every_kernel_builds(built: list[hopper_builds.Build]) -> None:
 def test_every_kernel_waits_for_its_inputs(built: list[hopper_builds.Build]) -> None:
     """An early launch must wait before it reads. The source says what may be read earlier."""
     early = {(line["kernel"], line["static"]) for line in built if line["early"]}
-    # The three before the last are the experts' second product. It reads the layout and its experts' weights, or the
-    # logits by which it chooses one token's experts. All were complete before the launch that triggered it. Earlier
-    # users of the memory for ids, weights and counts are done.
+    # The dense product over codes reads weights only. The three before the last are the experts' second product. It reads
+    # the layout and its experts' weights, or the logits by which it chooses one token's experts. All were complete before
+    # the launch that triggered it. Earlier users of the memory for ids, weights and counts are done.
     assert {(line["kernel"], line["static"]) for line in built if line["early"] and not line["waits"]} == {
         ("linear_skinny_kernel", True),
+        ("linear_packed_kernel", False),
         ("_head_linear_kernel", True),
         ("head_linear_hopper_kernel", True),
         ("_gqa_decode_kernel", True),
@@ -101,6 +102,6 @@ def test_launches_complete_in_order(built: list[hopper_builds.Build]) -> None:
     # A warp of every program waits, and a program without work waits at its end. The experts' second product may end at
     # once, but the first has waited in every program before it triggers the second.
     unseen = {"linear_skinny_kernel", "_gqa_decode_kernel", "mla_decode_hopper_kernel", "_expert_kernel"}
-    unseen |= {"_rope_gqa_decode_kernel", "delta_state_kernel", "packed_product_kernel"}
+    unseen |= {"_rope_gqa_decode_kernel", "delta_state_kernel", "packed_product_kernel", "linear_packed_kernel"}
     unwaited = {line["kernel"] for line in built if line["early"] and not line["always_waits"] and line not in writes}
     assert unwaited == unseen

@@ -7,7 +7,13 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.backend import ReceivedRows
-from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
+from moeyard_kernels.types.expert_layout import (
+    FEW_PAIRS,
+    ExpertLayout,
+    ExpertPairs,
+    expert_block_rows,
+    packed_block_rows,
+)
 from moeyard_kernels.types.matrix import Fill, expert_views
 from moeyard_kernels.types.weight_form import ExpertForm
 
@@ -55,7 +61,8 @@ class CudaExpertRun:
         self._slots, self._received, self._num_experts = slots, received, num_experts
         experts, self.prompt = received.experts, received.prompt
         self.experts = experts
-        self._block_rows = expert_block_rows(experts.numel() // received.num_owners, num_experts)
+        block_rows = packed_block_rows if slots.tiled else expert_block_rows
+        self._block_rows = block_rows(experts.numel() // received.num_owners, num_experts)
         self._out: torch.Tensor | None = None
         if received.result_window is None:
             self._out = received.rows.new_empty(experts.numel(), received.rows.shape[1])

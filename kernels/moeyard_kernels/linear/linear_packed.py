@@ -63,9 +63,9 @@ CONFIGS = tuple(
     PackedLinear(BM=rows, BN=columns, tiles=tiles, num_stages=stages)
     for rows, columns, tiles, stages in (
         *((8, 16, 2, 8), (8, 16, 4, 4), (8, 16, 4, 6), (8, 16, 8, 3), (8, 16, 8, 5)),
-        *((8, 32, 2, 4), (8, 32, 2, 6), (8, 32, 4, 3), (8, 32, 4, 5)),
-        *((16, 16, 4, 4), (16, 16, 4, 6), (16, 32, 2, 6), (16, 32, 4, 4)),
-        *((32, 16, 2, 6), (32, 16, 4, 5), (32, 32, 2, 5), (32, 32, 4, 4)),
+        *((8, 32, 2, 4), (8, 32, 2, 6), (8, 32, 4, 3), (8, 32, 4, 5), (8, 64, 2, 4)),
+        *((16, 16, 4, 4), (16, 16, 4, 6), (16, 32, 2, 6), (16, 32, 4, 4), (16, 64, 2, 4)),
+        *((32, 16, 2, 6), (32, 16, 4, 5), (32, 32, 2, 5), (32, 32, 4, 4), (32, 64, 2, 4)),
         *((64, 16, 2, 6), (64, 32, 2, 5), (64, 32, 2, 8), (64, 64, 2, 4), (64, 64, 2, 6)),
     )
 )
@@ -162,7 +162,8 @@ def _multiply(
                 s_left = s_v.index(i_value * CH + u)._reinterpret(DT, [_WIDTH, _COLUMNS], L_V)
                 s_rows = s_x.index(i_buffer * CH + u).permute((1, 0))
                 b_acc = warpgroup_mma(s_left, s_rows, b_acc, is_async=True)
-            b_acc = warpgroup_mma_wait(num_outstanding=CH, deps=(b_acc,))
+            # With 64 columns ptxas would let each product in flight wait for the last one.
+            b_acc = warpgroup_mma_wait(num_outstanding=CH if BN < _WIDTH else 0, deps=(b_acc,))
             b_scale = b_next
             i_buffer, phase = _advance(i_buffer, phase, STAGES)
             i_value = gl.where(i_value == _BUFFERS - 1, 0, i_value + 1)
@@ -246,10 +247,8 @@ def default_config(num_rows: int, weight: Matrix) -> PackedLinear:
     """
     num_out, dim = weight.shape
     rows = min(64, max(8, triton.next_power_of_2(num_rows)))
-    # With tiles of fewer rows and 64 columns ptxas lets each product wait for the last one.
-    widest = 64 if rows == 64 else 32
     least = MULTIPROCESSORS * 7 // 8 if rows <= 16 else MULTIPROCESSORS // 2
-    columns = next((n for n in (64, 32) if n <= widest and triton.cdiv(num_out, n) >= least), 16)
+    columns = next((n for n in (64, 32) if n <= max(32, rows) and triton.cdiv(num_out, n) >= least), 16)
     tiles, stages = (4, 6) if columns == 16 and rows <= 16 else (2, 6)
     while dim // COLUMNS % tiles:
         tiles //= 2

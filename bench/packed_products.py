@@ -1,0 +1,319 @@
+"""Products over codes on this GPU: bits against products over the bf16 values first, then times, with several configs.
+
+`python bench/packed_products.py [PART ...]` with parts of PARTS, all by default. Kernels are compiled by processes that
+run at once, so that the times take about a minute. A line has the time of the product over codes, that of bf16, their
+ratio, and the share of a copy's bandwidth that the codes alone need. Weights rotate through memory larger than L2.
+"""
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from kernel_cases.grouped_packed import random_stack, values
+
+from moeyard_kernels import ops
+from moeyard_kernels.experts import expert_layout, grouped_gemm, grouped_packed
+from moeyard_kernels.experts.packed_product import PackedConfig
+from moeyard_kernels.linear import linear_packed
+from moeyard_kernels.types.expert_layout import ExpertPairs, expert_block_rows, packed_block_rows
+from moeyard_kernels.types.matrix import Matrix, dequantize
+from moeyard_kernels.types.weight_form import WeightForm, fp4_tiles, fp8_tiles, int4_tiles
+
+PARTS = ("dense", "dense-configs", "prompts", "experts", "experts-configs")
+# Bytes of weights that launches rotate through: more than L2 holds.
+_ROTATED = 256 << 20
+_FP8, _FP8_ROWS, _FP4 = fp8_tiles(128, 128), fp8_tiles(1, None), fp4_tiles(32)
+_INT4 = int4_tiles(128, scales="bfloat16", zeros=False)
+
+# name, outputs, columns
+_DENSE = (
+    ("Qwen3-30B qkv", 5120, 2048),
+    ("Qwen3-30B o", 2048, 4096),
+    ("V3 q_kv_a", 2112, 7168),
+    ("V3 q_b", 24576, 1536),
+    ("V3 o", 7168, 16384),
+    ("V3 shared gate_up", 4096, 7168),
+    ("V3 shared down", 7168, 2048),
+    ("V4-Flash q_kv_a", 1536, 4096),
+    ("V4-Flash o_b", 4096, 8192),
+)
+# name, form, experts, experts per token, hidden size, inner size, numbers of tokens
+_EXPERTS = (
+    ("Qwen3-30B fp8", _FP8, 128, 8, 2048, 768, (1, 8, 64, 1024, 8192)),
+    ("Qwen3-30B int4", _INT4, 128, 8, 2048, 768, (1, 8, 64, 1024, 8192)),
+    ("Qwen3-30B fp4", _FP4, 128, 8, 2048, 768, (1, 64, 8192)),
+    ("V4-Flash fp4", _FP4, 256, 6, 4096, 2048, (1, 8, 64, 8192)),
+    ("V3, 32 experts, fp8", _FP8, 32, 8, 7168, 2048, (8, 1024)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """One product: `run(i)` uses copy i of `copies` of the weights. `read`: bytes of codes that one run reads."""
+
+    name: str
+    run: Callable[[int], torch.Tensor]
+    bf16: Callable[[int], torch.Tensor] | None
+    copies: int
+    read: int
+
+
+def microseconds(run: Callable[[int], object], copies: int) -> float:
+    """Return the median time of a launch in a CUDA graph of at least 8 launches over all copies."""
+    launches = copies * -(-8 // copies)
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            run(i % copies)
+    graph.replay()
+    found = []
+    for _ in range(7):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1000 / launches)
+    return sorted(found)[len(found) // 2]
+
+
+def copy_bandwidth() -> float:
+    """Return bytes/us of a copy, read and written."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / microseconds(lambda _: target.copy_(source), 1)
+
+
+def clones(matrix: Matrix, count: int) -> list[Matrix]:
+    """Return `count` matrices of the same codes in memory of their own."""
+    return [matrix, *(replace(matrix, arrays=tuple(a.clone() for a in matrix.arrays)) for _ in range(count - 1))]
+
+
+def dense_matrix(form: WeightForm, num_out: int, dim: int, warm: bool) -> tuple[list[Matrix], list[torch.Tensor]]:
+    """Return copies of a random matrix of codes and of its values."""
+    stack = random_stack(form, 1, matrices=1, rows=num_out, columns=dim)
+    matrix = stack[0]
+    count = 1 if warm else max(1, _ROTATED // (num_out * dim))
+    return clones(matrix, count), [dequantize(matrix).clone() for _ in range(count)]
+
+
+def dense(warm: bool) -> Iterator[Product]:
+    """Yield dense products of few rows, with blocks of scales and with scales per row."""
+    for (name, num_out, dim), form in itertools.product(_DENSE, (_FP8, _FP8_ROWS)):
+        if form is _FP8_ROWS and not name.startswith("Qwen"):
+            continue
+        coded, plain = dense_matrix(form, num_out, dim, warm)
+        for rows in (1, 8, 16, 64):
+            x = torch.randn(rows, dim, device="cuda").bfloat16()
+            yield Product(
+                name=f"{name} [{num_out} x {dim}] {'rows' if form is _FP8_ROWS else 'blocks'} M={rows}",
+                run=lambda i, x=x, coded=coded: ops.linear_packed(x, coded[i]),
+                bf16=lambda i, x=x, plain=plain: ops.linear(x, plain[i], static_weight=True),
+                copies=len(coded),
+                read=num_out * dim,
+            )
+
+
+def dense_configs(warm: bool) -> Iterator[Product]:
+    """Yield all configs of some dense products."""
+    for name, num_out, dim in (_DENSE[0], _DENSE[1], _DENSE[2], _DENSE[4]):
+        coded, plain = dense_matrix(_FP8, num_out, dim, warm)
+        for rows in (8, 64):
+            x = torch.randn(rows, dim, device="cuda").bfloat16()
+            for config in linear_packed.CONFIGS:
+                if rows != config.BM or dim // 64 % config.tiles:
+                    continue
+                yield Product(
+                    name=f"{name} M={rows} BN={config.BN} tiles={config.tiles} stages={config.num_stages}",
+                    run=lambda i, x=x, coded=coded, c=config: linear_packed.linear_packed(x, coded[i], config=c),
+                    bf16=lambda i, x=x, plain=plain: ops.linear(x, plain[i], static_weight=True),
+                    copies=len(coded),
+                    read=num_out * dim,
+                )
+
+
+def prompts(warm: bool) -> Iterator[Product]:
+    """Yield dense products of many rows: values are written, then multiplied. And products that decode on the chip."""
+    for name, num_out, dim in (_DENSE[0], _DENSE[1], _DENSE[4]):
+        coded, plain = dense_matrix(_FP8, num_out, dim, warm)
+        scratch = torch.empty(num_out, dim, dtype=torch.bfloat16, device="cuda")
+        given: dict[str, Any] = {"copies": len(coded), "read": num_out * dim}
+        yield Product(
+            name=f"{name} [{num_out} x {dim}] values only",
+            run=lambda i, coded=coded, s=scratch: ops.write_values(s, coded[i]),
+            bf16=None,
+            **{**given, "read": 3 * num_out * dim},
+        )
+        for rows in (128, 256, 1024, 8192):
+            x = torch.randn(rows, dim, device="cuda").bfloat16()
+            both = {"bf16": lambda i, x=x, plain=plain: ops.linear(x, plain[i], static_weight=True), **given}
+            yield Product(
+                name=f"{name} M={rows} values, then product",
+                run=lambda i, x=x, coded=coded, s=scratch: ops.linear(x, ops.write_values(s, coded[i])),
+                **both,
+            )
+            if rows <= 256:
+                yield Product(
+                    name=f"{name} M={rows} decoded on the chip",
+                    run=lambda i, x=x, coded=coded: ops.linear_packed(x, coded[i]),
+                    **both,
+                )
+
+
+def experts(warm: bool) -> Iterator[Product]:
+    """Yield the experts of models, with blocks of 256 rows besides the usual ones for many tokens."""
+    for name, form, count, top_k, hidden, inner, tokens in _EXPERTS:
+        slots = 8 if warm else count
+        gate_up = random_stack(form, slots, matrices=2, rows=inner, columns=hidden)
+        down = random_stack(form, slots, matrices=1, rows=hidden, columns=inner)
+        plain = values(gate_up), values(down)
+        for num_tokens in tokens:
+            x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
+            ids = torch.rand(num_tokens, count, device="cuda").argsort(1)[:, :top_k].contiguous()
+            slot_of = torch.arange(count, dtype=torch.int32, device="cuda") % slots
+            usual = expert_block_rows(ids.numel(), count)
+            sizes = {usual, packed_block_rows(ids.numel(), count)} | ({256} if num_tokens >= 8192 else set())
+            for rows in sorted(sizes):
+                laid_out = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
+                layout: Any = laid_out
+                if ids.numel() <= 64:
+                    layout = ExpertPairs(topk_ids=ids, slot_of_expert=slot_of, num_slots=slots)
+                base = layout
+                if rows == 256:
+                    base = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=usual)
+                active = int((laid_out.counts > 0).sum())
+                yield Product(
+                    name=f"{name} T={num_tokens} blocks of {getattr(layout, 'block_rows', 0)}",
+                    run=lambda _, x=x, layout=layout, g=gate_up, d=down, k=top_k: grouped_packed.grouped_gemm_packed(
+                        x, g, d, layout, top_k=k
+                    ),
+                    bf16=lambda _, x=x, base=base, w=plain, k=top_k: grouped_gemm.grouped_gemm(x, *w, base, top_k=k),
+                    copies=1,
+                    read=active * sum(a[0].nbytes for a in (*gate_up.arrays, *down.arrays)),
+                )
+
+
+def experts_configs(warm: bool) -> Iterator[Product]:
+    """Yield both products of 8192 tokens, in several configs with blocks of 128 and 256 rows."""
+    for name, form, count, top_k, hidden, inner, _ in _EXPERTS[:2]:
+        slots = 8 if warm else count
+        gate_up = random_stack(form, slots, matrices=2, rows=inner, columns=hidden)
+        down = random_stack(form, slots, matrices=1, rows=hidden, columns=inner)
+        ids = torch.rand(8192, count, device="cuda").argsort(1)[:, :top_k].contiguous()
+        slot_of = torch.arange(count, dtype=torch.int32, device="cuda") % slots
+        x = torch.randn(8192, hidden, device="cuda").bfloat16()
+        for rows in (128, 256):
+            layout = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
+            h = torch.randn(layout.pairs.numel(), inner, device="cuda").bfloat16()
+            out = torch.empty(ids.numel(), hidden, dtype=torch.bfloat16, device="cuda")
+            for tiles, stages, warps in ((1, 2, 8), (1, 3, 8), (1, 4, 8), (2, 2, 8), (2, 3, 8), (1, 3, 4)):
+                if warps == 4 and rows == 256:
+                    continue
+                for gated, matrix, source, target in ((True, gate_up, x, h), (False, down, h, out)):
+                    wide = (64 if gated else 128) // (2 if warps == 4 else 1)
+                    config = PackedConfig(BN=wide, tiles=tiles, num_stages=stages, num_warps=warps)
+                    dim = matrix.shape[-1]
+                    needed = grouped_packed.shared_bytes(config, form, dim=dim, rows=rows, gated=gated)
+                    if needed > grouped_packed.MAX_SHARED:
+                        continue
+                    run = grouped_packed.gate_up_rows if gated else grouped_packed.down_pairs
+                    more = {"top_k": top_k} if gated else {}
+                    yield Product(
+                        name=f"{name} {'gate_up' if gated else 'down'} rows={rows} tiles={tiles} stages={stages} "
+                        f"warps={warps} BN={wide}",
+                        run=lambda _, run=run, s=source, m=matrix, y=layout, t=target, c=config, more=more: run(
+                            s, m, y, out=t, config=c, **more
+                        ),
+                        bf16=None,
+                        copies=1,
+                        read=sum(a.nbytes for a in matrix.arrays),
+                    )
+
+
+_MAKE = {
+    "dense": dense,
+    "dense-configs": dense_configs,
+    "prompts": prompts,
+    "experts": experts,
+    "experts-configs": experts_configs,
+}
+
+
+def warm_up(parts: list[str], index: int, count: int) -> None:
+    """Run every count-th product once, which compiles its kernels into the cache."""
+    for i, product in enumerate(each for part in parts for each in _MAKE[part](warm=True)):
+        if i % count == index:
+            try:
+                product.run(0)
+                torch.cuda.synchronize()
+            except Exception:
+                pass
+
+
+def compile_all(parts: list[str], count: int) -> None:
+    """Compile the kernels of these parts in processes that run at once."""
+    command = [sys.executable, __file__, *parts, "--of", str(count), "--index"]
+    running = [subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL) for i in range(count)]
+    for each in running:
+        each.wait()
+
+
+def report(parts: list[str]) -> int:
+    """Check and time all products. Return the number of failures."""
+    copy, failures = copy_bandwidth(), 0
+    print(f"copy {copy / 1e6:.2f} TB/s", flush=True)
+    for part in parts:
+        print(f"\n{part}\n{'':64} {'bits':>5} {'us':>9} {'bf16 us':>9} {'ratio':>6} {'copy':>6}")
+        for product in _MAKE[part](warm=False):
+            try:
+                same = ""
+                if product.bf16 is not None:
+                    same = "equal" if torch.equal(product.run(0), product.bf16(0)) else "DIFFER"
+                    failures += same != "equal"
+                took = microseconds(product.run, product.copies)
+                share = product.read / copy / took
+                plain = microseconds(product.bf16, product.copies) if product.bf16 is not None else 0.0
+                rest = f"{plain:9.2f} {plain / took:6.2f}" if plain else f"{'':9} {'':6}"
+                print(f"{product.name:64} {same:>6} {took:8.2f} {rest} {share:6.1%}", flush=True)
+            except Exception as error:
+                failures += 1
+                print(f"{product.name:64} FAILED {type(error).__name__}: {str(error)[:200]}", flush=True)
+                traceback.print_exc(limit=-2)
+        torch.cuda.empty_cache()
+    return failures
+
+
+def main() -> int:
+    """Run the command line of the bench."""
+    parser = argparse.ArgumentParser(prog="python bench/packed_products.py", description="products over codes")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--of", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--index", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    parts = args.parts or list(PARTS)
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no part {', '.join(unknown)}")
+    torch.manual_seed(0)
+    if args.of:
+        warm_up(parts, args.index, args.of)
+        return 0
+    begin = time.monotonic()
+    compile_all(parts, max(1, min(12, (os.cpu_count() or 2) - 2)))
+    print(f"compiled in {time.monotonic() - begin:.0f} s")
+    failures = report(parts)
+    print(f"\n{failures} failures, {time.monotonic() - begin:.0f} s in all")
+    return failures > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
