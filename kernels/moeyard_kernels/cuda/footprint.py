@@ -25,9 +25,6 @@ _CHOICE, _PLACES = 11, 4
 _ONE_SPLIT = 1 << 62
 
 
-NO_COMPRESSED = "DeepSeek-V4 has no kernels for GPUs yet; serve it with --device cpu"
-
-
 def gqa(*, num_heads: int, num_kv_heads: int, head_dim: int, head_norm: bool, fp32_norm: bool) -> Footprint:
     """Rows: the product, its normalised heads, the rotated query and the output; keys are read in place. Positions: the
     choice of kept positions, for each key head."""
