@@ -193,6 +193,8 @@ def times_of(ratio: int, lengths: Sequence[int], table: list[str]) -> None:
     for name, call in calls.items():
         idle = (name == "pool" and not ratio) or (name in ("scores", "choice") and found is None)
         took[name] = 0.0 if idle else median_us(call)
+        # The next stage reads what this one left, not the memory of a graph that is gone.
+        call()
     rate = attention_flops(ratio, lengths) / took["attention"] / 1e6
     shape = f"{len(lengths)}x{lengths[0]}"
     cells = " | ".join(f"{us:9.1f}" for us in took.values())
