@@ -14,138 +14,57 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from kernel_cases.case import assert_bits
+from kernel_cases.compressed_prompts import (
+    HEADS,
+    INDEX_DIM,
+    INDEX_HEADS,
+    PAGE,
+    RATIOS,
+    SCALE,
+    TOP_K,
+    WINDOW,
+    Chunk,
+    Rows,
+    attention_flops,
+    make_layer,
+    make_rows,
+    new_found,
+    poolings,
+    prove_attention,
+    prove_choice,
+    prove_pool,
+    prove_state,
+    random_choice,
+    tables_of,
+    whole,
+)
 from kernel_cases.timing import capture
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import attend_entries, choose_entries, index_scores
-from moeyard_kernels.cuda.compressed_prompts import CompressedPrompts, plan_prompts
-from moeyard_kernels.types.layers import CompressedLayer, Indexer, Pooling
+from moeyard_kernels.cuda.compressed_prompts import CompressedPrompts
+from moeyard_kernels.types.layers import CompressedLayer
 from moeyard_kernels.types.prompt_tables import PromptTables
 
-HEADS, DIM, ROPE, WINDOW, SPARE = 64, 512, 64, 128, 16
-INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 512
-PAGE, NUM_SLOTS, POSITIONS = 64, 16, 32768
-SCALE = DIM**-0.5
-BF16, FP32 = torch.bfloat16, torch.float32
 # Configs of attention. The kernel `pairs` comes last: an error in its barriers would end this process.
 SURE = [config for config in attend_entries.CONFIGS if config.kernel != "pairs"]
 PAIRS = [config for config in attend_entries.CONFIGS if config.kernel == "pairs"]
 SECONDS = 60
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """A `ChunkRows` of a prompt."""
-
-    start: int
-    token_ids: Sequence[int]
-    pages: Sequence[int]
-    state_slot: int
-    restored: int = -1
-    snapshots: Sequence[tuple[int, int]] = ()
-    state_ring: int = 1
-    dropped: int = 0
-    prompt: bool = True
-    fed: int | None = None
-    compaction: None = None
-
-
-def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=FP32).to(dtype)
-
-
-def make_pooling(ratio: int, width: int) -> Pooling:
-    columns = 2 * width if ratio == 4 else width
-    return Pooling(
-        ratio=ratio,
-        overlaps=ratio == 4,
-        bias=random(ratio, columns, dtype=FP32),
-        norm=random(width),
-        entries=random(POSITIONS // min(ratio, 16), width),
-    )
-
-
-def make_layer(ratio: int) -> CompressedLayer:
-    angles = torch.rand(POSITIONS, ROPE // 2, device="cuda") * 6
-    layer = CompressedLayer(
-        num_heads=HEADS,
-        head_dim=DIM,
-        rope_dim=ROPE,
-        window=WINDOW,
-        eps=1e-6,
-        rope=torch.cat((angles.cos(), angles.sin()), 1),
-        sink=random(HEADS, dtype=FP32),
-        o_a=random(1),
-        recent=random(NUM_SLOTS, WINDOW + SPARE, DIM),
-    )
-    if not ratio:
-        return layer
-    main, indexer = make_pooling(ratio, DIM), None
-    columns, reach = 2 * main.bias.shape[1], ratio
-    if ratio == 4:
-        indexer = Indexer(num_heads=INDEX_HEADS, top_k=TOP_K, pooling=make_pooling(4, INDEX_DIM))
-        columns, reach = columns + 2 * indexer.pooling.bias.shape[1], 2 * ratio
-    pending = random(NUM_SLOTS, reach + SPARE, columns, dtype=FP32)
-    return replace(layer, pooling=main, indexer=indexer, pending=pending)
-
-
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
-
-
-def make_rows(layer: CompressedLayer, count: int) -> Rows:
-    """Return queries, keys, the product with `compress`, and queries of the indexer."""
-    compressed = wanted = None
-    if layer.pending is not None:
-        compressed = random(count, layer.pending.shape[2] + (INDEX_HEADS if layer.indexer else 0), dtype=FP32)
-    if layer.indexer is not None:
-        wanted = random(count, INDEX_HEADS, INDEX_DIM)
-    return random(count, HEADS, DIM), random(count, DIM), compressed, wanted
-
-
 def some(rows: Rows, begin: int, end: int) -> Rows:
     return tuple(None if x is None else x[begin:end] for x in rows)  # type: ignore[return-value]
-
-
-def tables_of(chunks: Sequence[Chunk]) -> PromptTables:
-    return plan_prompts(chunks, PAGE, "cuda")  # type: ignore[arg-type]
 
 
 def run(layer: CompressedLayer, rows: Rows, chunks: Sequence[Chunk]) -> torch.Tensor:
     plan: Any = SimpleNamespace(compressed_prompts=tables_of(chunks))
     return CompressedPrompts(layer).attend(*rows, plan)
-
-
-def whole(lengths: Sequence[int]) -> list[Chunk]:
-    """Return whole prompts, one after the other in the pages."""
-    found, page = [], 0
-    for slot, length in enumerate(lengths):
-        pages = range(page, page + -(-length // PAGE))
-        found.append(Chunk(start=0, token_ids=range(length), pages=pages, state_slot=slot))
-        page += len(pages)
-    return found
-
-
-def poolings(layer: CompressedLayer) -> list[tuple[Pooling, int]]:
-    """Return each pooling with its first column."""
-    found = [] if layer.pooling is None else [(layer.pooling, 0)]
-    if layer.pooling is not None and layer.indexer is not None:
-        found.append((layer.indexer.pooling, 2 * layer.pooling.bias.shape[1]))
-    return found
-
-
-# A prompt, a chunk behind a slot, and one behind a restored snapshot.
-CHUNKS = [
-    Chunk(start=0, token_ids=range(333), pages=range(6), state_slot=0, snapshots=[(128, 5)]),
-    Chunk(start=2048, token_ids=range(150), pages=range(10, 45), state_slot=1),
-    Chunk(start=4096, token_ids=range(7), pages=range(50, 115), state_slot=2, restored=3, snapshots=[(4100, 3)]),
-]
 
 
 def state_of(layer: CompressedLayer) -> list[torch.Tensor]:
@@ -162,12 +81,6 @@ def part(name: str) -> Iterator[None]:
         print(f"ok    {name} ({time.monotonic() - begin:.1f} s)", flush=True)
     except Exception:
         print(f"FAIL  {name}\n{traceback.format_exc(limit=-3)}", flush=True)
-
-
-def near(name: str, got: torch.Tensor, wanted: torch.Tensor, bound: float) -> None:
-    error = float((got.double() - wanted.double()).norm() / wanted.double().norm())
-    print(f"      {name}: relative error {error:.1e}", flush=True)
-    assert error < bound, f"{name}: {error:.1e}, allowed {bound:.1e}"
 
 
 def stages(layer: CompressedLayer, rows: Rows, tables: PromptTables, found: torch.Tensor | None) -> dict[str, Callable]:
@@ -204,78 +117,6 @@ def stages(layer: CompressedLayer, rows: Rows, tables: PromptTables, found: torc
         ops.keep_last(keys, layer.recent, compressed, layer.pending, tables=tables)
 
     return {"pool": pool, "scores": score, "choice": choose, "attention": attend, "state": keep}
-
-
-def new_found(layer: CompressedLayer, tables: PromptTables) -> torch.Tensor | None:
-    if layer.indexer is None or not tables.chosen(4, TOP_K):
-        return None
-    return torch.empty(tables.num_rows, TOP_K, dtype=torch.int32, device="cuda")
-
-
-def prove_attention(
-    layer: CompressedLayer,
-    rows: Rows,
-    tables: PromptTables,
-    found: torch.Tensor | None,
-    configs: Sequence[attend_entries.EntriesConfig],
-) -> None:
-    """Compare attention with its reference, and the bits of all configs."""
-    inputs = rows[0], rows[1], layer.recent, layer.sink
-    options = {"window": WINDOW, "scale": SCALE, "tables": tables, "pooling": layer.pooling, "found": found}
-    expected = ops.attend_entries.reference(*inputs, **options)
-    first = attend_entries.attend_entries(*inputs, **options, config=configs[0])
-    for config in configs:
-        got = attend_entries.attend_entries(*inputs, **options, config=config)
-        near(f"attention, {config}", got, expected, 1e-2)
-        worst = (got.double() - expected.double()).norm(dim=(1, 2)) / expected.double().norm(dim=(1, 2))
-        assert float(worst.max()) < 2e-2, f"row {int(worst.argmax())}: {float(worst.max()):.1e}"
-        print(f"      {'same bits' if torch.equal(got, first) else 'OTHER BITS'} as the first config", flush=True)
-
-
-def prove_kernels(ratio: int) -> None:
-    """Compare each kernel with its reference."""
-    layer = make_layer(ratio)
-    rows, tables = make_rows(layer, 490), tables_of(CHUNKS)
-    _, keys, compressed, wanted = rows
-    for pooling, column in poolings(layer):
-        options = {"rope": layer.rope, "eps": layer.eps, "column": column, "tables": tables}
-        got, expected = (replace(pooling, entries=pooling.entries.clone()) for _ in range(2))
-        ops.pool_blocks(compressed, layer.pending, pooling=got, **options)
-        ops.pool_blocks.reference(compressed, layer.pending, pooling=expected, **options)
-        new = (expected.entries != pooling.entries).any(1)
-        assert_bits("other entries", got.entries[~new], pooling.entries[~new])
-        name = f"{int(new.sum())} entries of ratio {ratio}, width {pooling.norm.shape[0]}"
-        near(name, got.entries[new], expected.entries[new], 2e-3)
-    found = new_found(layer, tables)
-    if found is not None:
-        assert layer.indexer is not None and wanted is not None and compressed is not None  # noqa: PT018
-        for chosen in tables.chosen(4, TOP_K):
-            options = {"pooling": layer.indexer.pooling, "chosen": chosen, "tables": tables}
-            got, expected = (
-                score(wanted, compressed[:, -INDEX_HEADS:], **options)
-                for score in (ops.index_scores, ops.index_scores.reference)
-            )
-            for i, row in enumerate(chosen.rows.tolist()):
-                seen = (int(tables.rows[row, 1]) + 1) // 4
-                error = (got[i, :seen] - expected[i, :seen]).abs().max() / expected[i, :seen].abs().max()
-                assert float(error) < 1e-4, f"scores of row {row}: {float(error):.1e}"
-            other = torch.full_like(found, -77)
-            found.fill_(-77)
-            ops.choose_entries(got, found, top_k=TOP_K, **options)
-            ops.choose_entries.reference(got, other, top_k=TOP_K, **options)
-            assert_bits("choice", found, other)
-            # Few values, so that ties decide.
-            tied = got.mul(0.1).round()
-            ops.choose_entries(tied, found, top_k=TOP_K, **options)
-            ops.choose_entries.reference(tied, other, top_k=TOP_K, **options)
-            assert_bits("choice among ties", found, other)
-    prove_attention(layer, rows, tables, found, SURE)
-    kept = []
-    for keep in (ops.keep_last, ops.keep_last.reference):
-        slots = [None if x is None else x.clone() for x in (layer.recent, layer.pending)]
-        keep(keys, slots[0], compressed, slots[1], tables=tables)
-        kept.append(slots)
-    assert_bits("state", *kept)
 
 
 def prove_chunks(ratio: int) -> None:
@@ -341,18 +182,6 @@ def median_us(body: Callable[[], object], *, repeats: int = 3, replays: int = 9)
     return statistics.median(times[2:])
 
 
-def attention_flops(ratio: int, lengths: Sequence[int]) -> int:
-    """Return the operations on keys that the rows see."""
-    keys = 0
-    for length in lengths:
-        at = torch.arange(1, length + 1)
-        seen = at.clamp(max=WINDOW)
-        if ratio:
-            seen = seen + (at // ratio).clamp(max=TOP_K if ratio == 4 else length)
-        keys += int(seen.sum())
-    return keys * HEADS * DIM * 4
-
-
 def times_of(ratio: int, lengths: Sequence[int], table: list[str]) -> None:
     layer, tables = make_layer(ratio), tables_of(whole(lengths))
     rows = make_rows(layer, sum(lengths))
@@ -364,6 +193,8 @@ def times_of(ratio: int, lengths: Sequence[int], table: list[str]) -> None:
     for name, call in calls.items():
         idle = (name == "pool" and not ratio) or (name in ("scores", "choice") and found is None)
         took[name] = 0.0 if idle else median_us(call)
+        # The next stage reads what this one left, not the memory of a graph that is gone.
+        call()
     rate = attention_flops(ratio, lengths) / took["attention"] / 1e6
     shape = f"{len(lengths)}x{lengths[0]}"
     cells = " | ".join(f"{us:9.1f}" for us in took.values())
@@ -403,19 +234,10 @@ def times_of_configs() -> None:
 
 
 def prove_pairs(ratio: int) -> None:
-    """Compare the kernel `pairs` with the others, and time it for one prompt of 8192 rows."""
-    layer, tables = make_layer(ratio), tables_of(CHUNKS)
-    rows = make_rows(layer, tables.num_rows)
-    found = new_found(layer, tables)
-    calls = stages(layer, rows, tables, found)
-    for name in ("pool", "scores", "choice"):
-        calls[name]()
-    prove_attention(layer, rows, tables, found, [SURE[0], *PAIRS])
-    tables = tables_of(whole([8192]))
-    rows, found = make_rows(layer, 8192), new_found(layer, tables)
-    calls = stages(layer, rows, tables, found)
-    for name in ("pool", "scores", "choice"):
-        calls[name]()
+    """Compare the kernel `pairs` with another one, and time it for one prompt of 8192 rows."""
+    prove_attention(ratio, [SURE[0], *PAIRS])
+    layer, tables = make_layer(ratio), tables_of(whole([8192]))
+    rows, found = make_rows(layer, 8192), random_choice(layer, tables)
     options = {"window": WINDOW, "scale": SCALE, "tables": tables, "pooling": layer.pooling, "found": found}
     attend = partial(attend_entries.attend_entries, rows[0], rows[1], layer.recent, layer.sink, **options)
     assert_bits("pairs", attend(config=PAIRS[0]), attend(config=SURE[0]))
@@ -426,17 +248,23 @@ def prove_pairs(ratio: int) -> None:
 def main() -> None:
     torch.manual_seed(0)
     begin = time.monotonic()
-    for ratio in (0, 4, 128):
-        with part(f"kernels against references, ratio {ratio}"):
-            prove_kernels(ratio)
-    for ratio in (0, 4, 128):
+    for ratio in RATIOS:
+        with part(f"entries against the reference, ratio {ratio}"):
+            prove_pool(ratio)
+        with part(f"attention against the reference, ratio {ratio}"):
+            prove_attention(ratio, SURE)
+        with part(f"state against the reference, ratio {ratio}"):
+            prove_state(ratio)
+    with part("scores and choices against the references"):
+        prove_choice()
+    for ratio in RATIOS:
         with part(f"bits of chunks, ratio {ratio}"):
             prove_chunks(ratio)
     heads = ("ratio", "prompts", "pool us", "scores us", "choice us", "attention", "state us", "sum us", "TFLOP/s")
     widths = (5, 7, 9, 9, 9, 9, 9, 9, 7)
     table = ["| " + " | ".join(f"{name:>{width}}" for name, width in zip(heads, widths, strict=True)) + " |"]
     for lengths in ([1024], [8192], [4096] * 4):
-        for ratio in (0, 4, 128):
+        for ratio in RATIOS:
             with part(f"times, ratio {ratio}, {len(lengths)}x{lengths[0]}"):
                 times_of(ratio, lengths, table)
     with part("times of configs"):
@@ -444,7 +272,7 @@ def main() -> None:
     print("\n".join(table))
     print(f"{time.monotonic() - begin:.0f} s", flush=True)
     signal.alarm(SECONDS)
-    for ratio in (0, 4, 128):
+    for ratio in RATIOS:
         with part(f"attend_entries ratio {ratio} {PAIRS[0]}"):
             prove_pairs(ratio)
     print(f"{time.monotonic() - begin:.0f} s")

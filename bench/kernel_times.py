@@ -52,6 +52,7 @@ MODULES = (
         "rope_gqa_decode",
         "attn_prefill_varlen",
         "snapkv_scores",
+        "compressed_prompts",
         "linear_attention",
         "delta_step",
         "sample",

@@ -206,7 +206,8 @@ def check(ratio: int) -> Iterator[tuple[str, bool, str]]:
     reference = layer.decode(queries, chosen, ops.compressed_decode.reference)
     worst = max(error(a, b) for a, b in zip(out, reference, strict=True))
     yield "attention", worst < 1e-2, f"error {worst:.1e}"
-    for config in CONFIGS:
+    # Each config is another build.
+    for config in CONFIGS if ratio == 4 else ():
         found = layer.decode(queries, chosen, partial(compressed_decode, config=config))
         yield f"tile of {config.BM}, keys as {'rows' if config.SWAP else 'columns'}", torch.equal(found, out), ""
     alike = True

@@ -29,7 +29,8 @@ def row_at(p_rows, p_chunks, i_item, P, TILES: gl.constexpr):
 @gluon.jit
 def seen_by(i_p, RATIO: gl.constexpr, TOP: gl.constexpr):
     """Return the number of entries that a row sees."""
-    num_seen = 0
+    # 0, which the compiler cannot know. Else it unrolls the loop over blocks, and ptxas serializes its products.
+    num_seen = (i_p >> 31) & 1024
     if RATIO > 0:
         num_seen = (i_p + 1) // RATIO
         if TOP > 0:

@@ -32,8 +32,8 @@ from moeyard_kernels.types.footprint import COMPRESSED_SPLIT, COMPRESSED_SPLITS
 
 # Up to this many rows, tiles have 16 heads, so that more programs share the work.
 _FEW = 16
-# Heads per program of the merge.
-_HEADS = 4
+# Heads per program of the merge, and splits that it reads at once.
+_HEADS, _AHEAD = 2, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +186,7 @@ def _merge_kernel(
     p_part, p_lse, p_sink, p_positions, p_cos, p_sin, p_out, S, s_cos,
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, RATIO: tl.constexpr, TOP_K: tl.constexpr,
     SPLIT: tl.constexpr, MOST: tl.constexpr, BX: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr,
+    BS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of heads of one row and undo the rotation. Grid: (rows, ceil(H / BX))."""
     let_next_begin()
@@ -202,23 +203,36 @@ def _merge_kernel(
         if i_seen > 0:
             i_splits += tl.cdiv(i_seen, _split_of(i_seen, SPLIT, MOST))
     b_sink = tl.load(p_sink + o_x, mask=m_x, other=0.0)
-    b_top = b_sink
-    for i_s in tl.range(0, i_splits):
-        b_top = tl.maximum(b_top, tl.load(p_lse + (i_r * S + i_s) * H + o_x, mask=m_x, other=float("-inf")))
+    o_s = tl.arange(0, BS)
+    o_lse = (i_r * S + o_s)[None, :] * H + o_x[:, None]
+    b_lses = tl.load(p_lse + o_lse, mask=m_x[:, None] & (o_s < i_splits)[None, :], other=float("-inf"))
+    b_top = tl.maximum(b_sink, tl.max(b_lses, 1))
     b_sum = tl.exp2((b_sink - b_top) * 1.4426950408889634)
     b_acc = tl.zeros([BX, BD], tl.float32)
     b_first, b_second = tl.zeros([BX, BH], tl.float32), tl.zeros([BX, BH], tl.float32)
-    for i_s in tl.range(0, i_splits):
-        o_row = (i_r * S + i_s) * H + o_x
-        b_w = tl.exp2((tl.load(p_lse + o_row, mask=m_x, other=float("-inf")) - b_top) * 1.4426950408889634)
-        b_sum += b_w
-        p_row = p_part + o_row[:, None] * D
-        p_half = p_row + (D - 2 * HALF) + o_h[None, :]
-        b_wd = tl.broadcast_to(b_w[:, None], b_acc.shape)
-        b_wh = tl.broadcast_to(b_w[:, None], b_first.shape)
-        b_acc = tl.fma(b_wd, tl.load(p_row + o_d[None, :], mask=m_d, other=0.0), b_acc)
-        b_first = tl.fma(b_wh, tl.load(p_half, mask=m_h, other=0.0), b_first)
-        b_second = tl.fma(b_wh, tl.load(p_half + HALF, mask=m_h, other=0.0), b_second)
+    for i_s in tl.range(0, i_splits, AHEAD):
+        # Issue all loads before the first use, so that they are in flight together. Missing splits add exact zeros.
+        b_parts = ()
+        for u in tl.static_range(AHEAD):
+            m_s = i_s + u < i_splits
+            o_row = (i_r * S + i_s + u) * H + o_x
+            p_row = p_part + o_row[:, None] * D
+            p_half = p_row + (D - 2 * HALF) + o_h[None, :]
+            b_part = (
+                tl.load(p_lse + o_row, mask=m_x & m_s, other=float("-inf")),
+                tl.load(p_row + o_d[None, :], mask=m_d & m_s, other=0.0),
+                tl.load(p_half, mask=m_h & m_s, other=0.0),
+                tl.load(p_half + HALF, mask=m_h & m_s, other=0.0),
+            )
+            # Triton has no unpacking.
+            b_parts = b_parts + (b_part,)  # type: ignore[assignment]  # noqa: RUF005
+        for u in tl.static_range(AHEAD):
+            b_w = tl.exp2((b_parts[u][0] - b_top) * 1.4426950408889634)  # type: ignore[misc]
+            b_sum += b_w
+            b_wide = tl.broadcast_to(b_w[:, None], b_first.shape)
+            b_acc = tl.fma(tl.broadcast_to(b_w[:, None], b_acc.shape), b_parts[u][1], b_acc)  # type: ignore[misc]
+            b_first = tl.fma(b_wide, b_parts[u][2], b_first)  # type: ignore[misc]
+            b_second = tl.fma(b_wide, b_parts[u][3], b_second)  # type: ignore[misc]
     b_inv = tl.div_rn(tl.full([BX], 1.0, tl.float32), b_sum)[:, None]
     b_first, b_second = round_to(b_first * b_inv, DTYPE), round_to(b_second * b_inv, DTYPE)
     b_cos = tl.load(p_cos + i_r * s_cos + o_h, mask=o_h < HALF, other=0.0)[None, :]
@@ -292,6 +306,8 @@ def compressed_decode(
         **sizes,
         HALF=cos.shape[1],
         BX=some,
+        BS=triton.next_power_of_2(splits),
+        AHEAD=min(_AHEAD, triton.next_power_of_2(splits)),
         BD=block,
         BH=half_block(2 * cos.shape[1]),
         num_warps=4,

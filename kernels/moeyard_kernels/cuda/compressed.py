@@ -4,7 +4,7 @@
 are stored together and then attend. A key of a later position is hidden by its position.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -47,7 +47,9 @@ class CudaCompressed:
     """
 
     def __init__(self, layer: CompressedLayer) -> None:
-        self._layer, self._prompts = layer, CompressedPrompts(layer)
+        # The loaded weight of `compress` is freed if another form replaces it.
+        self._layer = replace(layer, compress=None)
+        self._prompts = CompressedPrompts(self._layer)
         self._compress: torch.Tensor | None = None
         if layer.compress is not None:
             weight, dtype = layer.compress.data, layer.recent.dtype

@@ -139,8 +139,9 @@ class GpuRunner:
         else:
             sampled = below(DECODING.sequences, self._max_sequences)
         if not self._per_epoch:
-            # Prompts that ask the host about missing experts cannot be compiled ahead.
-            prompts = self._warm_runs() if self._captures_prompts else ()
+            # Prompts that ask the host about missing experts, or that it plans, cannot be compiled ahead.
+            ahead = self._captures_prompts and self._backend.captures_prompts
+            prompts = self._warm_runs() if ahead else ()
             self._backend.compile_ahead(self._rehearsal(chain(prompts, self._graphs.runs(sizes)), sampled))
         for run in self._warm_runs():
             run()
