@@ -133,6 +133,8 @@ _FAMILY["qwen3_5_moe_text"] = {**_FAMILY["qwen3_next"], "linear_num_value_heads"
 DEMO = Path(__file__).resolve().parents[1] / "deploy" / "demo"
 # MLA head sizes that GPU kernels accept: powers of two from 16 on.
 MLA = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+# Heads of DeepSeek-V4 as its releases have them, for which Hopper GPUs have kernels of their own.
+V4_HEADS = {"num_attention_heads": 32, "head_dim": 512, "partial_rotary_factor": 0.125, "index_head_dim": 128}
 # For `qwen3_moe`: rows long enough that GPU kernels choose one row's experts.
 WIDE: dict[str, Any] = {
     "hidden_size": 512,

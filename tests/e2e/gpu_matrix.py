@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.checkpoints import DEMO, MLA, WIDE, add_drafts, make_checkpoint
+from tests.checkpoints import DEMO, MLA, V4_HEADS, WIDE, add_drafts, make_checkpoint
 from tests.e2e import gpu_matrix_ranks
 from tests.e2e.test_one_answer import KEPT as KEPT_IN_PART
 from tests.e2e.test_one_answer import MORE_PAGES, SNAPSHOTS, requests
@@ -62,6 +62,8 @@ MODELS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe", torch.bfloat16, {"head_dim": 256}),
     "kimi_linear": ("kimi_linear", torch.bfloat16, MLA),
     "kimi_linear-fp32": ("kimi_linear", torch.float32, MLA),
+    "deepseek_v4": ("deepseek_v4", torch.bfloat16, {}),
+    "deepseek_v4-wide": ("deepseek_v4", torch.bfloat16, V4_HEADS),
 }
 NAMES = ("demo", *MODELS)
 PAGE = 16

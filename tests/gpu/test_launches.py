@@ -12,7 +12,7 @@ from moeyard_worker.protocol import SamplingParams
 
 pytestmark = pytest.mark.gpu
 
-FAMILIES: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "deepseek_v3": MLA, "kimi_linear": MLA}
+FAMILIES: dict[str, dict[str, Any]] = {"qwen3_moe": {}, "deepseek_v3": MLA, "kimi_linear": MLA, "deepseek_v4": {}}
 
 
 # Torch warns once per process that this mode is new and may miss a synchronization.

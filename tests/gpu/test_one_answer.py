@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import DEMO, MLA, WIDE, make_checkpoint
+from tests.checkpoints import DEMO, MLA, V4_HEADS, WIDE, make_checkpoint
 from tests.e2e.test_one_answer import (
     KEPT,
     MORE_PAGES,
@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "wide_norm": ("olmoe", {}),
     "gdn": ("qwen3_next", {"head_dim": 32}),
     "kda": ("kimi_linear", MLA),
+    "v4": ("deepseek_v4", V4_HEADS),
 }
 
 

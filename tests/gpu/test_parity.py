@@ -34,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"head_dim": 32},
     "qwen3_5_moe": {"head_dim": 32},
     "kimi_linear": MLA,
+    "deepseek_v4": {},
 }
 NUM_PROMPTS, LENGTH = 24, 200
 NUM_PAGES = -(-LENGTH // PAGE_SIZE)
