@@ -39,8 +39,8 @@ def test_every_kernel_waits_for_its_inputs(built: list[hopper_builds.Build]) -> 
     """An early launch must wait before it reads. The source says what may be read earlier."""
     early = {(line["kernel"], line["static"]) for line in built if line["early"]}
     # The dense product over codes reads weights only. The three before the last are the experts' second product. It
-    # reads the layout and its experts' weights, or the logits by which it chooses one token's experts. All were complete
-    # before the launch that triggered it. Earlier users of the memory for ids, weights and counts are done.
+    # reads the layout and its experts' weights, or the logits by which it chooses one token's experts. All were
+    # complete before the launch that triggered it. Earlier users of the memory for ids, weights and counts are done.
     assert {(line["kernel"], line["static"]) for line in built if line["early"] and not line["waits"]} == {
         ("linear_skinny_kernel", True),
         ("linear_packed_kernel", False),
