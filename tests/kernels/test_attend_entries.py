@@ -108,7 +108,7 @@ def test_choices_of_others_change_no_bit() -> None:
 def test_every_kernel_has_the_same_bits(ratio: int, heads: int) -> None:
     """The sizes that the Hopper kernels take, with odd and even numbers of blocks."""
     layer = make_layer(ratio, heads=heads, dim=512, rope_dim=64)
-    chunks = [*CHUNKS, chunk(1024, 70, slot=4, first_page=30)]
+    chunks = [*CHUNKS, chunk(1024, 70, slot=4, first_page=29)]
     rows = make_rows(layer, 81)
     found = choices(chunks) if ratio == 4 else None
     wanted = attended(layer, rows, chunks, found=found, reference=True)
