@@ -102,6 +102,22 @@ def test_choices_of_others_change_no_bit() -> None:
     assert torch.equal(attended(layer, rows, chunks, found=none), attended(layer, rows, chunks))
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no Gluon")
+@pytest.mark.parametrize("ratio", [0, 4, 128])
+@pytest.mark.parametrize("heads", [64, 80])
+def test_every_kernel_has_the_same_bits(ratio: int, heads: int) -> None:
+    """The sizes that the Hopper kernels take, with odd and even numbers of blocks."""
+    layer = make_layer(ratio, heads=heads, dim=512, rope_dim=64)
+    chunks = [*CHUNKS, chunk(1024, 70, slot=4, first_page=29)]
+    rows = make_rows(layer, 81)
+    found = choices(chunks) if ratio == 4 else None
+    wanted = attended(layer, rows, chunks, found=found, reference=True)
+    first = attended(layer, rows, chunks, found=found)
+    torch.testing.assert_close(first, wanted, rtol=NEAR[torch.bfloat16], atol=NEAR[torch.bfloat16])
+    for config in CONFIGS:
+        assert torch.equal(attended(layer, rows, chunks, found=found, config=config), first), config
+
+
 def test_bad_arguments_are_named() -> None:
     layer = make_layer(4, device="cpu")
     rows, tables = make_rows(layer, 6), tables_of(chunk(0, 6, slot=0), device="cpu")
