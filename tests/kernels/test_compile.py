@@ -38,9 +38,9 @@ def test_every_kernel_builds(built: list[hopper_builds.Build]) -> None:
 def test_every_kernel_waits_for_its_inputs(built: list[hopper_builds.Build]) -> None:
     """An early launch must wait before it reads. The source says what may be read earlier."""
     early = {(line["kernel"], line["static"]) for line in built if line["early"]}
-    # The product over codes reads weights only. The last three are the experts' second product. It reads the layout and its experts' weights, or the logits by
-    # which it chooses one token's experts. All were complete before the launch that triggered it. Earlier users of the
-    # memory for ids, weights and counts are done.
+    # The dense product over codes reads weights only. The last three are the experts' second product. It reads the
+    # layout and its experts' weights, or the logits by which it chooses one token's experts. All were complete before
+    # the launch that triggered it. Earlier users of the memory for ids, weights and counts are done.
     assert {(line["kernel"], line["static"]) for line in built if line["early"] and not line["waits"]} == {
         ("linear_skinny_kernel", True),
         ("linear_packed_kernel", False),
