@@ -182,7 +182,7 @@ def experts(warm: bool) -> Iterator[Product]:
             ids = torch.rand(num_tokens, count, device="cuda").argsort(1)[:, :top_k].contiguous()
             slot_of = torch.arange(count, dtype=torch.int32, device="cuda") % slots
             usual = expert_block_rows(ids.numel(), count)
-            sizes = {usual, packed_block_rows(ids.numel(), count)} | ({256} if num_tokens >= 8192 else set())
+            sizes = {usual, packed_block_rows(ids.numel(), count, form)} | ({256} if num_tokens >= 8192 else set())
             for rows in sorted(sizes):
                 laid_out = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
                 layout: Any = laid_out

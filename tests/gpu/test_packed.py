@@ -12,8 +12,10 @@ from tests.quantised import TILED, make_pair
 from tests.rank import Rank
 
 from moeyard_kernels import ops
-from moeyard_kernels.types.expert_layout import ExpertPairs
-from moeyard_kernels.types.weight_form import fp4_tiles, fp8_tiles, int4_tiles
+from moeyard_kernels.linear import linear_packed
+from moeyard_kernels.types.expert_layout import ExpertPairs, packed_block_rows
+from moeyard_kernels.types.matrix import dequantize
+from moeyard_kernels.types.weight_form import WeightForm, fp4_tiles, fp8_tiles, int4_tiles
 from moeyard_worker.protocol import SamplingParams
 
 pytestmark = pytest.mark.gpu
@@ -47,7 +49,7 @@ def test_experts(name: str, hidden: int, inner: int) -> None:
         ids[num_tokens // 2, 1] = -1
         layouts = [
             ops.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
-            for rows in ((16, 32, 64, 128, 256) if num_tokens > 3 else (16,))
+            for rows in ((16, 32, 64, 128, packed_block_rows(384, 1, FORMS[name])) if num_tokens > 3 else (16,))
         ]
         if num_tokens <= 16:
             layouts.append(ExpertPairs(topk_ids=ids, slot_of_expert=slot_of, num_slots=slots))
@@ -57,6 +59,28 @@ def test_experts(name: str, hidden: int, inner: int) -> None:
             out = torch.zeros_like(wanted)
             ops.grouped_gemm_packed(x, gate_up, down, layout, top_k=top_k, out=out)
             assert torch.equal(out, wanted), (num_tokens, type(layout), getattr(layout, "block_rows", 0))
+
+
+@pytest.mark.parametrize("form", [fp8_tiles(128, 128), fp8_tiles(64, 128), fp8_tiles(1, None)], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(256, 128), (5120, 2048), (2112, 7168), (200, 192), (24, 64)])
+def test_dense_products(form: WeightForm, rows: int, columns: int) -> None:
+    """Few rows in every config, and the values that many rows read."""
+    if columns % (form.parts[1].columns or 1):
+        form = fp8_tiles(form.parts[1].rows, 64)
+    weight = random_stack(form, 1, matrices=1, rows=rows, columns=columns)[0]
+    plain = dequantize(weight)
+    out = torch.full((rows, columns), float("nan"), dtype=torch.bfloat16, device=DEVICE)
+    assert torch.equal(ops.write_values(out, weight), plain)
+    bias = torch.randn(rows, device=DEVICE).bfloat16()
+    for count in (1, 3, 8, 16, 17, 33, 64, 70):
+        x = torch.randn(count, columns, device=DEVICE).bfloat16()
+        for given in (None, bias):
+            wanted = ops.linear(x, plain, given)
+            assert torch.equal(ops.linear_packed(x, weight, given), wanted), count
+            for config in linear_packed.CONFIGS:
+                if columns // 64 % config.tiles == 0:
+                    found = linear_packed.linear_packed(x, weight, given, config=config)
+                    assert torch.equal(found, wanted), (count, config)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])

@@ -28,6 +28,7 @@ from moeyard_worker.checkpoint.quantizing import quantize as quantize_values
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.fields import Fields
+from moeyard_worker.engine.assembly.local import greedy_tokens, runner_of
 from moeyard_worker.layers.weights import Part
 from moeyard_worker.models.families import load_model_config, parse_model_config, with_codes
 from moeyard_worker.models.model_config import ModelConfig
@@ -136,6 +137,25 @@ def test_dense_matrices_keep_codes_of_fp8(layout: str, family: str, tmp_path: Pa
         assert coded & {"self_attn.k_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"}
     without = open_checkpoint(quantised, gpu_model(quantised, weights="bfloat16")).spec
     assert not any(without.form(each, "bfloat16").tiled for each in without.dense())
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
+def test_answers_over_codes_with_the_backend_of_gpus(family: str, tmp_path: Path) -> None:
+    """The layers of a GPU over codes of experts, attention, shared experts and a dense MLP, on a CPU."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 256}
+    quantised, plain = make_pair(
+        partial(make_checkpoint, family=family, dtype=torch.bfloat16, **sizes), tmp_path, "fp8-128"
+    )
+    found = []
+    for directory, model in ((quantised, gpu_model(quantised)), (plain, load_model_config(plain))):
+        checkpoint = open_checkpoint(directory, model)
+        backend = CudaBackend(page_size=16, device=torch.device("cpu"))
+        weights = CheckpointWeights(checkpoint, backend=backend, dtype=torch.bfloat16)
+        sizes = {"num_pages": 8, "num_slots": None, "policy": "slru", "num_state_slots": 0}
+        runner = runner_of(weights, checkpoint.spec, backend=backend, dtype=torch.bfloat16, **sizes)
+        found.append(greedy_tokens(runner, list(range(1, 80)), 4))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_memory_counts_the_values_of_one_matrix() -> None:

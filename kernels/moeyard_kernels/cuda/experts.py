@@ -61,8 +61,11 @@ class CudaExpertRun:
         self._slots, self._received, self._num_experts = slots, received, num_experts
         experts, self.prompt = received.experts, received.prompt
         self.experts = experts
-        block_rows = packed_block_rows if slots.tiled else expert_block_rows
-        self._block_rows = block_rows(experts.numel() // received.num_owners, num_experts)
+        num_pairs, form = experts.numel() // received.num_owners, slots.form
+        if slots.tiled:
+            self._block_rows = packed_block_rows(num_pairs, num_experts, form.gate_up, form.down)
+        else:
+            self._block_rows = expert_block_rows(num_pairs, num_experts)
         self._out: torch.Tensor | None = None
         if received.result_window is None:
             self._out = received.rows.new_empty(experts.numel(), received.rows.shape[1])

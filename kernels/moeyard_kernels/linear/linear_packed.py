@@ -273,6 +273,7 @@ def linear_packed(
     one gives the same bits."""
     if not launch.on_hopper(x):
         raise ValueError(f"linear_packed: products over {weight.form.name} codes need bf16 rows and a Hopper GPU")
+    launch.check_layout("linear_packed", x=x, bias=bias)
     (num_rows, dim), num_out, part = x.shape, weight.shape[0], weight.form.parts[1]
     out = x.new_empty(num_rows, num_out)
     if not num_rows or not num_out:
