@@ -59,7 +59,6 @@ def write(directory: Path, family: str) -> Path:
     return directory
 
 
-# No GPU serves the last one.
 @pytest.fixture(scope="module", params=(*FAMILIES, "deepseek_v4"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("hybrid"), request.param)

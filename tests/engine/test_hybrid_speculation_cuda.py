@@ -55,6 +55,10 @@ def expected(model: Path) -> dict[str, Reply]:
     ids=str,
 )
 def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Reply], changes: dict[str, Any]) -> None:
+    if "prefill_chunk" in changes:
+        # DeepSeek-V4 computes 128 positions of a prompt together.
+        least = drafting.worker.scheduler.config.chunk_alignment
+        changes = {**changes, "prefill_chunk": max(least, changes["prefill_chunk"])}
     launches = runner(drafting)
     before = launches.num_replayed, launches.num_eager
     # A chunk has at least the rows that the model computes together.

@@ -204,7 +204,7 @@ def test_scores_of_entries(sizes: Sizes, dtype: torch.dtype) -> None:
 
 def test_choice_of_entries() -> None:
     """Ties, signs and zeros; rows that see as many entries as they choose are not touched."""
-    top_k, counts = 9, [3, 9, 10, 300, 300, 300, 5000 if GPU else 299]
+    top_k, counts = 9, [3, 9, 10, 300, 5000, 4097, 9000]
     generator = torch.Generator().manual_seed(1)
     scores = torch.randn(len(counts), max(counts), generator=generator)
     scores[3] = scores[3].clamp(min=0)  # relu leaves ties
