@@ -105,4 +105,5 @@ def test_answers(layout: str, family: str, tmp_path: Path) -> None:
     wanted = answers(plain)
     assert answers(quantised) == wanted
     assert answers(quantised, expert_slots=5, enforce_eager=True) == wanted
+    assert answers(quantised, weights="codes") == wanted
     assert answers(quantised, weights="bfloat16") == wanted

@@ -83,7 +83,7 @@ def test_tiles_hold_the_values_of_the_bfloat16_checkpoint(layout: str, tmp_path:
     for directory, packed in ((quantised, True), (plain, False)):
         model = load_model_config(directory)
         if packed:
-            model = with_codes(model)
+            model = with_codes(model, dense=True)
         form = model.expert_form("bfloat16")
         assert form.gate_up.tiled == form.down.tiled == packed
         checkpoint = open_checkpoint(directory, model)
@@ -109,7 +109,8 @@ def test_dense_matrices_keep_codes_of_fp8(layout: str, family: str, tmp_path: Pa
         partial(make_checkpoint, family=family, dtype=torch.bfloat16, **sizes), tmp_path, layout
     )
     backend = CudaBackend(page_size=16, device=torch.device("cpu"))
-    checkpoints = [open_checkpoint(quantised, gpu_model(quantised)), open_checkpoint(plain, load_model_config(plain))]
+    model = gpu_model(quantised, weights="codes")
+    checkpoints = [open_checkpoint(quantised, model), open_checkpoint(plain, load_model_config(plain))]
     coded = set()
     loaders = [CheckpointWeights(each, backend=backend, dtype=torch.bfloat16) for each in checkpoints]
     for one, other in zip(*(each.spec.dense() for each in checkpoints), strict=True):
@@ -135,8 +136,9 @@ def test_dense_matrices_keep_codes_of_fp8(layout: str, family: str, tmp_path: Pa
         assert ("self_attn.kv_a_proj_with_mqa.weight" in coded) == (family == "deepseek_v3")
     elif coded and family != "qwen3_next":  # whose queries and gates are stored head by head
         assert coded & {"self_attn.k_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"}
-    without = open_checkpoint(quantised, gpu_model(quantised, weights="bfloat16")).spec
-    assert not any(without.form(each, "bfloat16").tiled for each in without.dense())
+    for weights in ("auto", "bfloat16"):
+        without = open_checkpoint(quantised, gpu_model(quantised, weights=weights)).spec
+        assert not any(without.form(each, "bfloat16").tiled for each in without.dense())
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
@@ -147,7 +149,7 @@ def test_answers_over_codes_with_the_backend_of_gpus(family: str, tmp_path: Path
         partial(make_checkpoint, family=family, dtype=torch.bfloat16, **sizes), tmp_path, "fp8-128"
     )
     found = []
-    for directory, model in ((quantised, gpu_model(quantised)), (plain, load_model_config(plain))):
+    for directory, model in ((quantised, gpu_model(quantised, weights="codes")), (plain, load_model_config(plain))):
         checkpoint = open_checkpoint(directory, model)
         backend = CudaBackend(page_size=16, device=torch.device("cpu"))
         weights = CheckpointWeights(checkpoint, backend=backend, dtype=torch.bfloat16)
@@ -163,7 +165,7 @@ def test_memory_counts_the_values_of_one_matrix() -> None:
     found = {}
     options: dict[str, Any] = {"shape": "DeepSeek-V3", "num_layers": 4, "load_format": "dummy", "device": "cuda"}
     for name in (None, "fp8"):
-        config = EngineConfig(model_path=None, **options, quantization=name)
+        config = EngineConfig(model_path=None, **options, quantization=name, weights="codes")
         spec = model_spec(served_model(config), ())
         found[name] = spec.resident_bytes("bfloat16", footprint) - spec.dense_bytes("bfloat16")
     assert found["fp8"] - found[None] == 36864 * 7168 * 2

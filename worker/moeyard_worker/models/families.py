@@ -133,8 +133,11 @@ def gguf_format(model: ModelConfig) -> GgufFormat:
     return GgufFormat()
 
 
-def with_codes(model: ModelConfig) -> ModelConfig:
-    """Return the model whose experts keep their codes in memory, or itself if these differ or no product reads them."""
+def with_codes(model: ModelConfig, *, dense: bool = False) -> ModelConfig:
+    """Return the model whose experts keep their codes in memory, or itself if these differ or no product reads them.
+
+    dense: other matrices keep their codes, too, as far as products read them.
+    """
     weights, family = model.weights, FAMILIES[model.family]
     if not isinstance(weights, QuantizedFormat):
         return model
@@ -147,7 +150,7 @@ def with_codes(model: ModelConfig) -> ModelConfig:
             gate, up, down = (f"{layer}{names.moe[0]}experts.0.{name}" for name in names.expert)
             experts.append((gate, up, down))
     sizes = {"hidden": model.hidden_size, "intermediate": model.moe_intermediate_size}
-    return replace(model, weights=weights.with_codes(experts, **sizes))
+    return replace(model, weights=weights.with_codes(experts, dense=dense, **sizes))
 
 
 def _with_defaults(config: Fields, stop: Fields, defaults: dict[str, Any]) -> Fields:

@@ -98,5 +98,5 @@ def served_model(config: EngineConfig) -> ModelConfig:
             model = model.with_drafts()
         except ValueError as error:
             raise ValueError(f"--speculate {config.speculate}: {config.model_path or config.shape}: {error}") from None
-    keeps = config.device != "cpu" and config.weights == "auto" and model.served_dtype(config.dtype) == "bfloat16"
-    return with_codes(model) if keeps else model
+    keeps = config.device != "cpu" and config.weights != "bfloat16" and model.served_dtype(config.dtype) == "bfloat16"
+    return with_codes(model, dense=config.weights == "codes") if keeps else model

@@ -111,14 +111,16 @@ class QuantizedFormat:
         assert down is not None, "with_codes has checked it"
         return ExpertForm(hidden=hidden, intermediate=intermediate, gate_up=gate_up, down=down)
 
-    def with_codes(self, experts: Iterable[tuple[str, str, str]], *, hidden: int, intermediate: int) -> Self:
+    def with_codes(
+        self, experts: Iterable[tuple[str, str, str]], *, dense: bool, hidden: int, intermediate: int
+    ) -> Self:
         """Return the format that keeps codes in memory. Those of experts become bfloat16 if some differ or no product
         reads them.
 
-        experts: the modules of gate, up and down of an expert of each layer.
+        experts: the modules of gate, up and down of an expert of each layer. dense: other matrices keep theirs, too.
         """
         schemes = {tuple(self.promised(module) for module in modules) for modules in experts}
-        found = replace(self, dense=True)
+        found = replace(self, dense=dense)
         gate, up, down = schemes.pop()
         if schemes or gate is None or down is None or gate != up:
             return found
