@@ -255,6 +255,8 @@ def warm_up(parts: list[str], index: int, count: int) -> None:
         if i % count == index:
             try:
                 product.run(0)
+                if product.bf16 is not None:
+                    product.bf16(0)
                 torch.cuda.synchronize()
             except Exception:
                 pass
