@@ -27,9 +27,11 @@ from moeyard_kernels.types.expert_layout import ExpertPairs, expert_block_rows, 
 from moeyard_kernels.types.matrix import Matrix, dequantize
 from moeyard_kernels.types.weight_form import WeightForm, fp4_tiles, fp8_tiles, int4_tiles
 
-PARTS = ("dense", "dense-configs", "prompts", "experts", "experts-configs")
+PARTS = ("experts", "experts-configs", "dense", "dense-configs", "prompts")
 # Bytes of weights that launches rotate through: more than L2 holds.
 _ROTATED = 256 << 20
+# The longest time to compile kernels ahead.
+_COMPILE_SECONDS = 120
 _FP8, _FP8_ROWS, _FP4 = fp8_tiles(128, 128), fp8_tiles(1, None), fp4_tiles(32)
 _INT4 = int4_tiles(128, scales="bfloat16", zeros=False)
 
@@ -255,17 +257,23 @@ def warm_up(parts: list[str], index: int, count: int) -> None:
         if i % count == index:
             try:
                 product.run(0)
+                if product.bf16 is not None:
+                    product.bf16(0)
                 torch.cuda.synchronize()
             except Exception:
                 pass
 
 
 def compile_all(parts: list[str], count: int) -> None:
-    """Compile the kernels of these parts in processes that run at once."""
+    """Compile the kernels of these parts in processes that run at once. One that hangs is ended."""
     command = [sys.executable, __file__, *parts, "--of", str(count), "--index"]
     running = [subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL) for i in range(count)]
+    end = time.monotonic() + _COMPILE_SECONDS
     for each in running:
-        each.wait()
+        try:
+            each.wait(max(1.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            each.kill()
 
 
 def report(parts: list[str]) -> int:
