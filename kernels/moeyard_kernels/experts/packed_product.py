@@ -151,8 +151,8 @@ def _pairs_of_block(p_ids, i_p, P, BP: gl.constexpr, BM: gl.constexpr, NW: gl.co
     return i_rank % BM == 0, gl.convert_layout(b_pair, L_M)
 
 
-@gluon.jit
-def _block(
+@gluon.jit(do_not_specialize=["P"])
+def packed_product_kernel(
     p_a, d_w, p_s, p_z, p_pairs, p_slots, p_num_blocks, P, p_out, p_table, p_state, s_a, s_scale, s_zero,
     N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, WORLD: gl.constexpr, HOME: gl.constexpr,
     ROWS: gl.constexpr, GATED: gl.constexpr, SOURCE_K: gl.constexpr, CODES: gl.constexpr, BM: gl.constexpr,
@@ -164,7 +164,7 @@ def _block(
 
     d_w: words [S, tiles, G, N, 32] in blocks [1, CH, G, BN, 32]. p_s and p_z: scales and zero points
     [S, K / SK, G, N / SR]. Slots of them are s_scale and s_zero apart, and KS covers K / SK. Rows of a are s_a apart.
-    Row r of a block lies BLOCK * block + r rows into h, and with a layout so does its pair.
+    Row r of a block lies BLOCK * block + r rows into h. Grid: (blocks * ceil(N / BN),).
     """
     G: gl.constexpr = 2 if GATED else 1
     R: gl.constexpr = G * BN
@@ -204,7 +204,7 @@ def _block(
     if ROWS == LAYOUT:
         here = i_b < gl.load(p_num_blocks)
         i_slot = gl.load(p_slots + i_b, mask=here, other=0)
-        b_pair = gl.load(p_pairs + i_b.to(gl.int64) * BLOCK + o_m, mask=here, other=-1)
+        b_pair = gl.load(p_pairs + i_b.to(gl.int64) * BM + o_m, mask=here, other=-1)
     else:
         i_id = gl.load(p_pairs + i_b).to(gl.int32)
         i_slot = gl.load(p_slots + gl.maximum(i_id, 0))
@@ -299,37 +299,6 @@ def _block(
     elif not GATED:
         # Every program waits, even without work, so that launches complete in order.
         wait_for_previous()
-
-
-@gluon.jit(do_not_specialize=["P"])
-def packed_product_kernel(
-    p_a, d_w, p_s, p_z, p_pairs, p_slots, p_num_blocks, P, p_out, p_table, p_state, s_a, s_scale, s_zero,
-    N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, WORLD: gl.constexpr, HOME: gl.constexpr,
-    ROWS: gl.constexpr, GATED: gl.constexpr, SOURCE_K: gl.constexpr, CODES: gl.constexpr, BM: gl.constexpr,
-    BN: gl.constexpr, CH: gl.constexpr, STAGES: gl.constexpr, SR: gl.constexpr, SK: gl.constexpr, KS: gl.constexpr,
-    ZEROS: gl.constexpr, BP: gl.constexpr, BLOCK: gl.constexpr, OVERLAP: gl.constexpr, NW: gl.constexpr,
-):  # fmt: skip
-    """Compute one block: see `_block`. Grid: (blocks * ceil(N / BN),).
-
-    The last block of an expert may need only half of 256 rows, and then computes no more.
-    """
-    if GATED:
-        wait_for_previous()
-    rows = 0
-    if BM == 256:
-        rows = gl.load(p_pairs + gl.program_id(0) // gl.cdiv(N, BN) * BM + BM // 2)
-    if BM == 256 and rows < 0:
-        _block(
-            p_a, d_w, p_s, p_z, p_pairs, p_slots, p_num_blocks, P, p_out, p_table, p_state, s_a, s_scale, s_zero, N,
-            K, TOP_K, WORLD, HOME, ROWS, GATED, SOURCE_K, CODES, BM // 2, BN, CH, STAGES, SR, SK, KS, ZEROS, BP,
-            BLOCK, OVERLAP, NW,
-        )  # fmt: skip
-    else:
-        _block(
-            p_a, d_w, p_s, p_z, p_pairs, p_slots, p_num_blocks, P, p_out, p_table, p_state, s_a, s_scale, s_zero, N,
-            K, TOP_K, WORLD, HOME, ROWS, GATED, SOURCE_K, CODES, BM, BN, CH, STAGES, SR, SK, KS, ZEROS, BP, BLOCK,
-            OVERLAP, NW,
-        )  # fmt: skip
 
 
 def scale_columns(config: PackedConfig, form: WeightForm, dim: int) -> int:
