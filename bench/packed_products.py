@@ -23,7 +23,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.experts import expert_layout, grouped_gemm, grouped_packed
 from moeyard_kernels.experts.packed_product import PackedConfig
 from moeyard_kernels.linear import linear_packed
-from moeyard_kernels.types.expert_layout import ExpertPairs, expert_block_rows, packed_block_rows
+from moeyard_kernels.types.expert_layout import ExpertPairs, expert_block_rows
 from moeyard_kernels.types.matrix import Matrix, dequantize
 from moeyard_kernels.types.weight_form import WeightForm, fp4_tiles, fp8_tiles, int4_tiles
 
@@ -173,7 +173,7 @@ def prompts(warm: bool) -> Iterator[Product]:
 
 
 def experts(warm: bool) -> Iterator[Product]:
-    """Yield the experts of models, with blocks of 256 rows besides the usual ones for many tokens."""
+    """Yield the experts of models."""
     for name, form, count, top_k, hidden, inner, tokens in _EXPERTS:
         slots = 8 if warm else count
         gate_up = random_stack(form, slots, matrices=2, rows=inner, columns=hidden)
@@ -183,30 +183,25 @@ def experts(warm: bool) -> Iterator[Product]:
             x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
             ids = torch.rand(num_tokens, count, device="cuda").argsort(1)[:, :top_k].contiguous()
             slot_of = torch.arange(count, dtype=torch.int32, device="cuda") % slots
-            usual = expert_block_rows(ids.numel(), count)
-            sizes = {usual, packed_block_rows(ids.numel(), count, form)} | ({256} if num_tokens >= 8192 else set())
-            for rows in sorted(sizes):
-                laid_out = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
-                layout: Any = laid_out
-                if ids.numel() <= 64:
-                    layout = ExpertPairs(topk_ids=ids, slot_of_expert=slot_of, num_slots=slots)
-                base = layout
-                if rows == 256:
-                    base = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=usual)
-                active = int((laid_out.counts > 0).sum())
-                yield Product(
-                    name=f"{name} T={num_tokens} blocks of {getattr(layout, 'block_rows', 0)}",
-                    run=lambda _, x=x, layout=layout, g=gate_up, d=down, k=top_k: grouped_packed.grouped_gemm_packed(
-                        x, g, d, layout, top_k=k
-                    ),
-                    bf16=lambda _, x=x, base=base, w=plain, k=top_k: grouped_gemm.grouped_gemm(x, *w, base, top_k=k),
-                    copies=1,
-                    read=active * sum(a[0].nbytes for a in (*gate_up.arrays, *down.arrays)),
-                )
+            rows = expert_block_rows(ids.numel(), count)
+            laid_out = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
+            layout: Any = laid_out
+            if ids.numel() <= 64:
+                layout = ExpertPairs(topk_ids=ids, slot_of_expert=slot_of, num_slots=slots)
+            active = int((laid_out.counts > 0).sum())
+            yield Product(
+                name=f"{name} T={num_tokens} blocks of {getattr(layout, 'block_rows', 0)}",
+                run=lambda _, x=x, layout=layout, g=gate_up, d=down, k=top_k: grouped_packed.grouped_gemm_packed(
+                    x, g, d, layout, top_k=k
+                ),
+                bf16=lambda _, x=x, layout=layout, w=plain, k=top_k: grouped_gemm.grouped_gemm(x, *w, layout, top_k=k),
+                copies=1,
+                read=active * sum(a[0].nbytes for a in (*gate_up.arrays, *down.arrays)),
+            )
 
 
 def experts_configs(warm: bool) -> Iterator[Product]:
-    """Yield both products of 8192 tokens, in several configs with blocks of 128 and 256 rows."""
+    """Yield both products of 8192 tokens, in several configs."""
     for name, form, count, top_k, hidden, inner, _ in _EXPERTS[:2]:
         slots = 8 if warm else count
         gate_up = random_stack(form, slots, matrices=2, rows=inner, columns=hidden)
@@ -214,13 +209,11 @@ def experts_configs(warm: bool) -> Iterator[Product]:
         ids = torch.rand(8192, count, device="cuda").argsort(1)[:, :top_k].contiguous()
         slot_of = torch.arange(count, dtype=torch.int32, device="cuda") % slots
         x = torch.randn(8192, hidden, device="cuda").bfloat16()
-        for rows in (128, 256):
+        for rows in (128,):
             layout = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
             h = torch.randn(layout.pairs.numel(), inner, device="cuda").bfloat16()
             out = torch.empty(ids.numel(), hidden, dtype=torch.bfloat16, device="cuda")
             for tiles, stages, warps in ((1, 2, 8), (1, 3, 8), (1, 4, 8), (2, 2, 8), (2, 3, 8), (1, 3, 4)):
-                if warps == 4 and rows == 256:
-                    continue
                 for gated, matrix, source, target in ((True, gate_up, x, h), (False, down, h, out)):
                     wide = (64 if gated else 128) // (2 if warps == 4 else 1)
                     config = PackedConfig(BN=wide, tiles=tiles, num_stages=stages, num_warps=warps)

@@ -7,13 +7,7 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.backend import ReceivedRows
-from moeyard_kernels.types.expert_layout import (
-    FEW_PAIRS,
-    ExpertLayout,
-    ExpertPairs,
-    expert_block_rows,
-    packed_block_rows,
-)
+from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.types.matrix import Fill, expert_views
 from moeyard_kernels.types.weight_form import ExpertForm
 
@@ -61,11 +55,7 @@ class CudaExpertRun:
         self._slots, self._received, self._num_experts = slots, received, num_experts
         experts, self.prompt = received.experts, received.prompt
         self.experts = experts
-        num_pairs, form = experts.numel() // received.num_owners, slots.form
-        if slots.tiled:
-            self._block_rows = packed_block_rows(num_pairs, num_experts, form.gate_up, form.down)
-        else:
-            self._block_rows = expert_block_rows(num_pairs, num_experts)
+        self._block_rows = expert_block_rows(experts.numel() // received.num_owners, num_experts)
         self._out: torch.Tensor | None = None
         if received.result_window is None:
             self._out = received.rows.new_empty(experts.numel(), received.rows.shape[1])

@@ -64,10 +64,6 @@ def _fastest(step: str, rows: int, codes: str, tiles: int) -> PackedConfig:
     if rows == 8:
         found = {"gate_up": (32, 4, 2), "down": (128, 4, 3) if codes == "fp8" else (64, 2, 4)}[step]
         return _config(*found, tiles=tiles)
-    if rows == 256:
-        # Not measured yet. One tile per step leaves the memory for its rows.
-        stages = 4 if codes == "fp8" else 2
-        return _config(64 if step == "gate_up" else 128, 1, stages, num_warps=8, tiles=tiles)
     if rows >= 64 and codes in ("int4", "fp4"):
         return _config(128 if step == "gate_up" else 256, 2, 2, num_warps=8, tiles=tiles)
     few = rows < 64 and codes == "fp8"

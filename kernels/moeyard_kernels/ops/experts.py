@@ -144,7 +144,7 @@ def _largest(scores: torch.Tensor, k: int) -> torch.Tensor:
     "experts.expert_layout",
     "E > 0",
     "num_slots >= 1",
-    "block_rows in (16, 32, 64, 128, 256)",
+    "block_rows in (16, 32, 64, 128)",
     topk_ids="int [T, K]",
     slot_of_expert="int32 [E]",
 )
@@ -154,7 +154,7 @@ def expert_layout(
     """Group the pairs t * K + k of topk_ids [T, K] (int64 or int32) by expert.
 
     slot_of_expert [E] int32 is -1 for experts that are not local. Pairs of one expert stay in order, and each expert
-    begins at a multiple of `block_rows` (16 to 128, see `expert_block_rows`; 256 for codes). Blocks leave out pairs
+    begins at a multiple of `block_rows` (16, 32, 64 or 128; see `expert_block_rows`). Blocks leave out pairs
     without a local expert: padding rows and other ranks' pairs have the id -1. There is no host sync, because all
     counts stay on the device. The cost does not depend on `num_slots`, which may count the slots of all layers.
     one_in: hint that about 1/one_in of the pairs are local; no result depends on it. Ids must lie in [-1, E) and slots

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 
 from moeyard_kernels.types.gate import TokenChoice
-from moeyard_kernels.types.weight_form import WeightForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,15 +96,3 @@ def expert_block_rows(num_pairs: int, num_experts: int) -> int:
     if num_pairs <= 20 * num_experts:
         return 32
     return 64 if num_pairs <= 48 * num_experts else 128
-
-
-def packed_block_rows(num_pairs: int, num_experts: int, *forms: WeightForm) -> int:
-    """Return `expert_block_rows` for experts of tiled `forms`, which are decoded for every block: up to 256 rows.
-
-    Blocks of 256 rows halve the work of decoding. They compute 128 rows of padding per expert, 64 more than others. By
-    arithmetic from measurements of blocks of 128 rows that pays from 384 rows per expert on: a block of 128 outputs
-    and 32 columns takes 790 cycles, of which 256 are the products'.
-    """
-    # Zero points and fp32 scales of small groups would take the shared memory of the rows.
-    fits = all(form.name != "int4" or [part.dtype for part in form.parts[1:]] == ["bfloat16"] for form in forms)
-    return 256 if fits and num_pairs >= 384 * num_experts else expert_block_rows(num_pairs, num_experts)
