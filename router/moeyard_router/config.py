@@ -41,11 +41,16 @@ class WorkerAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedShape:
-    """The form of a token's routed experts: MoE layers, experts per layer, bytes of an id (1 or 2)."""
+    """The form of a token's routed experts: MoE layers, experts per layer, bytes of an id (1 or 2).
+
+    places: the place of each MoE layer among the `num_layers` layers of the model. Empty: all layers are MoE layers.
+    """
 
     layers: int
     top_k: int
     id_bytes: int
+    places: tuple[int, ...] = ()
+    num_layers: int = 0
 
     @property
     def row_bytes(self) -> int:

@@ -76,10 +76,11 @@ def test_launcher_that_does_not_answer(service, launcher):
 
 def test_no_paths_by_default(start):
     service = start(1)
-    for path, method in PATHS.items():
-        assert httpx.request(method, f"{service.url}{path}").status_code == 404
+    for path, methods in PATHS.items():
+        for method in methods:
+            assert httpx.request(method, f"{service.url}{path}").status_code == 404
 
 
 def test_paths_are_the_launchers():
     api = WeightsApi(lambda *_: "", lambda: FleetState(weights=AS_STARTED, paused=False, size=1))
-    assert {(method, path) for path, method in PATHS.items()} == set(api._routes)
+    assert {(method, path) for path, methods in PATHS.items() for method in methods} == set(api._routes)

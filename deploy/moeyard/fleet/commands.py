@@ -20,7 +20,7 @@ from moeyard.fleet.messages import (
     Tell,
 )
 from moeyard.fleet.ranks import Pending, Ranks, Script
-from moeyard_router.fleet.orders import UNKNOWN, Drain, Hold
+from moeyard_router.fleet.orders import UNKNOWN, Cancel, Drain, Forget, Hold
 from moeyard_worker.protocol import FIRST_VERSION
 
 
@@ -177,6 +177,9 @@ class Commands:
                 raise Refused(f"none of {listed(range(command.size))} takes requests; see `moeyard undrain`", 2)
         if self._closed is not None:
             raise Refused(self._closed)
+        if command.name == "cancel":
+            self._emit(Order(Cancel(names=command.names), answered=False))
+            return "aborted"
         if command.name == "resume" and task is not None and task.command.name == "pause" and not task.committed:
             task.thrown = GivenBack("given up by /resume")
             return "resumed"
@@ -186,6 +189,7 @@ class Commands:
             raise Refused(f"busy: {doing(task)}, for {self._ranks.now - task.began:.0f} s; wait for its end")
         scripts = {"drain": self._drain, "restart": self._restart, "scale": self._scale}
         scripts |= {"pause": self._pause, "resume": self._resume, "update": self._update, "checksum": self._checksum}
+        scripts |= {"flush": self._flush}
         first = (command.ranks or (0,))[0] if command.name in ("drain", "restart") else None
         self.task = Task(command, self._ranks.now, first)
         self._script = scripts[command.name](self.task)
@@ -373,6 +377,18 @@ class Commands:
             raise Refused(f"the weights could not be read: {error}") from error
         return json.dumps([call.value for call in calls])
 
+    def _flush(self, task: Task) -> Script[str]:
+        """Drop the prefix caches of all ranks. As in SGLang, nothing may run or wait."""
+        yield None
+        yield from self._settle(task, 0)
+        while (left := (yield Order(Cancel()))) == UNKNOWN:
+            yield None
+        if left:
+            raise Refused(f"{left} requests run or wait; the prefix caches are dropped when nothing does")
+        yield from self._answers(self._ranks.forget_prefixes())
+        self._emit(Order(Forget(), answered=False))
+        return "flushed"
+
     def _release_held(self, *, held: bool) -> None:
         """Let routers start requests again."""
         if held:
@@ -467,7 +483,7 @@ def counted(size: int) -> str:
 def doing(task: Task) -> str:
     """Describe a task in a sentence."""
     names = {"pause": "the server pauses", "resume": "the server resumes", "update": "the weights are being updated"}
-    names |= {"checksum": "the weights are being read"}
+    names |= {"checksum": "the weights are being read", "flush": "the prefix caches are being dropped"}
     if task.command.name in names:
         return names[task.command.name]
     if task.command.name == "scale":

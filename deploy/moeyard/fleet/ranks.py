@@ -754,6 +754,10 @@ class Ranks:
         self.paused = paused
         return [self._call(p, "pause" if paused else "resume") for p in self.members if p.started]
 
+    def forget_prefixes(self) -> list[Pending]:
+        """Have all ranks of the epoch drop their cached prefixes. Return the calls."""
+        return [self._call(p, "forget_prefixes") for p in self.members if p.started]
+
     def checksums(self) -> list[Pending]:
         """Have all ranks of the epoch compute digests of their weights. Return the calls."""
         return [self._call(p, "weight_checksums") for p in self.members if p.started]

@@ -67,9 +67,15 @@ class WeightsApi:
             ("POST", "/pause_generation"): self._pause_generation,
             ("POST", "/continue_generation"): self._continue_generation,
             ("GET", "/get_weight_version"): self._info,
+            ("GET", "/flush_cache"): self._flush,
+            ("POST", "/flush_cache"): self._flush,
+            ("POST", "/abort_request"): self._abort,
+            ("POST", "/weights_checker"): self._check,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
             ("GET", "/is_paused"): lambda body, query: (200, {"is_paused": self._state().paused}),
+            ("POST", "/reset_prefix_cache"): self._flush,
+            ("POST", "/abort_requests"): self._abort_several,
             ("POST", "/init_weight_transfer_engine"): self._init,
             ("POST", "/start_weight_update"): self._start,
             ("POST", "/update_weights"): self._add,
@@ -138,7 +144,33 @@ class WeightsApi:
         self._run("resume")
         return 200, {"message": "Generation continued successfully.", "status": "ok"}
 
+    def _flush(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        """Also of vLLM, whose clients ask for nothing else with these fields."""
+        check_names({**query, **body}, ("timeout", "reset_running_requests", "reset_external"))
+        for each in (query, body):
+            for name in ("reset_running_requests", "reset_external"):
+                if each.get(name, False) not in (False, "false"):
+                    raise BadField(f"{name}: {json.dumps(each[name])} is not served; expected false", name)
+        self._run("flush")
+        return 200, {"success": True, "message": "The prefix caches are empty."}
+
+    def _abort(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names(body, ("rid", "abort_all", "abort_message"))
+        rid, everything = text(body, "rid"), flag(body, "abort_all")
+        if not rid and not everything:
+            raise BadField("rid: expected the name of a request, or abort_all true", "rid")
+        self._run("cancel", names=None if everything else frozenset((rid,)))
+        return 200, {"message": "Aborted."}
+
     # vLLM.
+
+    def _abort_several(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names(body, ("request_ids",))
+        names = body.get("request_ids")
+        if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
+            raise BadField("request_ids: expected a list of names of requests", "request_ids")
+        self._run("cancel", names=frozenset(names))
+        return 200, {"message": "Aborted."}
 
     def _pause(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
         try:
@@ -176,6 +208,8 @@ class WeightsApi:
         return 200, {"message": "Weight update started"}
 
     def _add(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        if "weight_dir" in body:
+            return self._from_trainers_directory(body)
         info = body.get("update_info")
         if not isinstance(info, dict):
             raise BadField("Missing 'update_info' in request body", "update_info")
@@ -190,6 +224,15 @@ class WeightsApi:
                 raise BadField("no update has begun; send /start_weight_update first", "update_info")
             self._files += [str(Path(each).absolute()) for each in files]
         return 200, {"message": "Weights updated"}
+
+    def _from_trainers_directory(self, body: dict[str, Any]) -> Answer:
+        """Update from a directory: the form of prime-rl, which pauses the server before and resumes it behind."""
+        check_names(body, ("weight_dir",))
+        path = text(body, "weight_dir")
+        if not path:
+            raise BadField("weight_dir: expected a directory with safetensors files; NCCL is not served", "weight_dir")
+        self._run("update", weights=ServedWeights(version="", directory=str(Path(path).absolute())), mode="keep")
+        return 200, {"status": "ok"}
 
     def _finish(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
         check_names(body, ("weight_version",))

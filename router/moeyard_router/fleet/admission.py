@@ -36,7 +36,7 @@ from moeyard_router.fleet.instructions import (
     Waited,
     WakeAt,
 )
-from moeyard_router.fleet.orders import UNKNOWN, Drain, Hold
+from moeyard_router.fleet.orders import UNKNOWN, Cancel, Drain, Hold
 from moeyard_router.fleet.placement import PromptPlacement
 from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.ranks import Ranks
@@ -200,8 +200,11 @@ class Admission:
         client: str | None,
         key: str | None,
         rank: int | None,
+        names: frozenset[str] = frozenset(),
     ) -> list[Flight]:
         """Accept sequences of (prompt ids, sampling) for ranks that the policy chooses, or all of them for `rank`.
+
+        `names`: those by which clients may end the request (`Cancel`).
 
         They queue until a rank has room and the fleet is whole. API keys take turns by `key`. Sequences for a `rank`
         test it: they do not queue, need no room, and end if it is lost. Raises `ApiError` 503 if the fleet cannot run
@@ -230,6 +233,7 @@ class Admission:
                 key=key,
                 listener=listener,
                 carried=rank is None,
+                names=names,
             )
             for index, (prompt, sampling) in enumerate(sequences)
         ]
@@ -300,10 +304,21 @@ class Admission:
             return UNKNOWN
         return sum(flight.entry is None and flight.carried for flight in self.flights.by_name.values())
 
-    def _abort_all(self, now: float) -> None:
-        """End all sequences of clients with their output so far."""
+    def cancel(self, now: float, order: Cancel) -> int:
+        """End requests. Return how many sequences of clients have not ended."""
+        self._abort_all(now, order.names)
+        self._drain(now)
+        return sum(flight.carried for flight in self.flights.by_name.values())
+
+    def forget(self) -> int:
+        """Expect no cached prefixes at the workers."""
+        self.placement.forget(range(len(self.ranks)))
+        return 0
+
+    def _abort_all(self, now: float, names: frozenset[str] | None = None) -> None:
+        """End sequences of clients with their output so far: all, or those of requests with one of these names."""
         for flight in list(self.flights.by_name.values()):
-            if flight.listener is None or not flight.carried:
+            if flight.listener is None or not flight.carried or (names is not None and not names & flight.names):
                 continue
             self.deliveries.append((now, flight.listener, flight.index, Aborted()))
             flight.listener = None

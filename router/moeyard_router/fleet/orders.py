@@ -1,4 +1,4 @@
-"""Orders of a launcher: ranks that drain or are about to be replaced, and pauses. Pure."""
+"""Orders of a launcher: ranks that drain or are about to be replaced, pauses, and requests that end. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -34,3 +34,21 @@ class Hold:
 
     mode: Literal["abort", "wait", "keep"] | None
     switches: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """End the requests with these `names` with their output so far, None: all requests.
+
+    The answer is the number of sequences of clients that have not ended, queued ones included.
+    """
+
+    names: frozenset[str] | None = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Expect no cached prefixes at the workers. The answer is 0."""
+
+
+FleetOrder = Drain | Hold | Cancel | Forget

@@ -436,6 +436,11 @@ class Worker:
         assert self._engine is not None, "a rank loads before it pauses"
         self._engine.pause(paused=paused)
 
+    def forget_prefixes(self) -> None:
+        """Drop the cached prefixes. Requests that come later compute their prompts."""
+        assert self._engine is not None, "a rank loads before it caches"
+        self._engine.forget_prefixes()
+
     def weight_checksums(self) -> dict[str, str]:
         """Return SHA-256 digests of the weights in this rank's memory, by name, in the layout of its kernels."""
         self._device.activate()
