@@ -220,6 +220,7 @@ class RouterConfig:
     metric_aliases: further sets of metric names; "vllm" is the only one.
     control: the launcher's control socket, if trainers may use this port, and the file of their keys.
     held: whether it starts no requests at first, because an operator has paused the server.
+    asleep: the level at which the server sleeps at first, 0 if it is awake.
     restarted: whether this router replaces one that served these workers. Then requests wait until all workers are
         connected. A first router answers 503.
     keys: CURVE keys for the workers' sockets. None: no keys (workers of a test).
@@ -310,6 +311,7 @@ class RouterConfig:
     access: AccessConfig = AccessConfig()
     control: tuple[Path, Path] | None = None
     held: bool = False
+    asleep: int = 0
     restarted: bool = False
     keys: RouterKeys | None = None
     version: str = "unknown"

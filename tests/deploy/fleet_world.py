@@ -205,6 +205,8 @@ class World:
             return {"weights": self._identity(rank, version), "fingerprint": f"of {version}"}
         if call.method == "weight_checksums":
             return self.checksums
+        if call.method in ("sleep", "wake"):
+            return 1 << 20
         answers = {"rebind": addresses, "load": REPORT, "progress": (1, 1), "room": room, "seat": self.seats.get(rank)}
         return answers.get(call.method)
 

@@ -374,7 +374,81 @@ def test_requests_end_by_name(http: httpx.Client) -> None:
     assert [each["choices"][0]["finish_reason"] for each in ended[1:]] == ["abort", "abort", "length"]
 
 
+def rss(served: Command) -> int:
+    return sum(worker.memory_info().rss for worker in served.workers())
+
+
+def test_sleep_and_wake(http: httpx.Client, served: Command) -> None:
+    """By slime, verl and AReaL (SGLang), and by SkyRL and AReaL (vLLM). Answers are those of before, and memory too."""
+    slime, sky = Slime(http), SkyRl(http)
+    model = str(read(http.get("/v1/models"))["data"][0]["id"])
+    # Every page is written to once, so that its memory counts.
+    fill = [[100 + i, *([7] * 900)] for i in range(12)]
+    read(http.post("/v1/completions", json={"prompt": fill, "max_tokens": 1}))
+    before, memory = slime.generate(PROMPT), rss(served)
+
+    def sleeps(level: int) -> None:
+        assert read(http.get("/is_sleeping")) == {"is_sleeping": level > 0}
+        ready = http.get("/readyz")
+        assert (ready.status_code == 503) == (level > 0)
+        if level:
+            assert f"the server sleeps at level {level}" in ready.json()["reason"]
+        state = ("awake", "weights_offloaded", "discard_all")[level]
+        assert f'sleep_state="{state}"}} 1.0' in http.get("/metrics").text
+
+    def check(level: int, said: dict[str, Any]) -> None:
+        sleeps(level)
+        freed = memory - rss(served)
+        print(f"{said['message']}; {freed >> 20} of {memory >> 20} MiB are given back")
+        assert freed > 10 << 20
+
+    # slime, with its flush before. Memory comes back in stages.
+    assert slime.flush_cache() == 200
+    check(2, slime.post("/release_memory_occupation"))
+    assert "kv_cache" in slime.post("/resume_memory_occupation", tags=["weights"])["message"]
+    slime.post("/pause_generation")
+    assert slime.flush_cache() == 200
+    assert slime.post("/update_weights_from_disk", model_path=DEMO, weight_version="asleep")["success"]
+    slime.post("/continue_generation")
+    sleeps(2)
+    slime.post("/resume_memory_occupation", tags=["kv_cache", "cuda_graph"])
+    wait_until(lambda: http.get("/readyz").status_code == 200)
+    sleeps(0)
+    after = slime.generate(PROMPT)
+    assert (after["ids"], after["logprobs"], after["version"]) == (before["ids"], before["logprobs"], "asleep")
+    assert np.array_equal(after["experts"], before["experts"])
+    # verl releases by tags, AReaL without any.
+    check(1, slime.post("/release_memory_occupation", tags=["kv_cache"]))
+    slime.post("/resume_memory_occupation", tags=None)
+    # SkyRL pauses before, and requests that were kept go on behind.
+    body = {"prompt": PROMPT, "max_tokens": 150, "ignore_eos": True, "seed": 4, "return_token_ids": True}
+    wanted = read(http.post("/v1/completions", json=body))["choices"][0]["token_ids"]
+    with ThreadPoolExecutor(2) as pool:
+        kept = pool.submit(http.post, "/v1/completions", json=body)
+        while not slime.num_requests():
+            assert not kept.done()
+        assert http.post("/sleep", params={"level": "1"}, headers=NO_BODY).status_code == 409, "requests run"
+        sky.control("/pause", mode="keep", clear_cache="false")
+        check(2, sky.control("/sleep", level="2", tags=["weights"]))
+        queued = pool.submit(http.post, "/v1/completions", json=body)
+        sky.control("/wake_up", tags=["weights"])
+        sky.control("/wake_up", tags=["kv_cache"])
+        assert read(http.get("/is_paused")) == {"is_paused": True}
+        sky.control("/resume")
+        assert [read(each.result())["choices"][0]["token_ids"] for each in (kept, queued)] == [wanted, wanted]
+    # AReaL's requests for vLLM.
+    read(http.post("/sleep", json={}))
+    sleeps(1)
+    read(http.post("/wake_up?tags=weights&tags=kv_cache", json={}))
+    read(http.post("/wake_up", json={}))
+    wait_until(lambda: http.get("/readyz").status_code == 200)
+    assert sky.generate(model, PROMPT, seed=3)[0]
+    refused = http.post("/sleep?level=3")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "level")
+
+
 def test_control_needs_its_key(http: httpx.Client, served: Command) -> None:
-    for path in ("/flush_cache", "/abort_request", "/abort_requests", "/reset_prefix_cache", "/weights_checker"):
+    paths = ("/flush_cache", "/abort_request", "/abort_requests", "/reset_prefix_cache", "/weights_checker", "/sleep")
+    for path in (*paths, "/wake_up", "/release_memory_occupation", "/resume_memory_occupation"):
         assert httpx.post(f"{served.url}{path}", json={}).status_code == 401
     assert httpx.get(f"{served.url}/flush_cache").status_code == 401

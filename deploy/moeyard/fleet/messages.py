@@ -58,7 +58,7 @@ class Rank:
 
 
 CommandName = Literal[
-    "drain", "undrain", "restart", "scale", "pause", "resume", "update", "checksum", "flush", "cancel"
+    "drain", "undrain", "restart", "scale", "pause", "resume", "update", "checksum", "flush", "cancel", "sleep", "wake"
 ]
 
 # Events.
@@ -131,7 +131,9 @@ class StandbyReady:
 class Command:
     """An operator's command. Tell and Finish refer to its `number`. A restart without `ranks` restarts each in turn.
 
-    mode: what becomes of running requests, as in `Hold`, for a pause and for an update to `weights`.
+    mode: what becomes of running requests, as in `Hold`, for a pause and for an update to `weights`. A server that is
+        not paused falls asleep with "abort" and "wait", and refuses with "keep" while requests run.
+    level: at which the server sleeps.
     names: of the requests that "cancel" ends, as in `Cancel`.
     """
 
@@ -139,6 +141,7 @@ class Command:
     name: CommandName
     ranks: tuple[int, ...] = ()
     size: int = 0
+    level: int = 0
     seconds: float = 0.0
     changes: Mapping[str, Any] = field(default_factory=dict)
     mode: Literal["abort", "wait", "keep"] = "wait"

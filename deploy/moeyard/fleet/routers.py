@@ -250,7 +250,8 @@ class RouterProcesses:
         """Send the order to all routers, and note it for routers that start later."""
         if isinstance(order, Hold):
             held = self._config.held if order.switches else order.mode is not None
-            self._config = dataclasses.replace(self._config, held=held)
+            asleep = self._config.asleep if order.asleep is None else order.asleep
+            self._config = dataclasses.replace(self._config, held=held, asleep=asleep)
         elif isinstance(order, Drain):
             workers = tuple(dataclasses.replace(w, draining=w.rank in order.ranks) for w in self._config.workers)
             self._config = dataclasses.replace(self._config, workers=workers)

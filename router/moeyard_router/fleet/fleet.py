@@ -276,6 +276,8 @@ class Fleet:
                     self._metrics.recovery_seconds.observe(incident.whole_seconds or 0.0)
                 elif incident.updates:
                     self._metrics.updates.inc()
+                elif incident.sleeps:
+                    self._metrics.sleeps.inc()
                 else:
                     (self._metrics.scalings if incident.scales else self._metrics.restarts).inc()
             case Carried(sequences, recomputed_tokens):

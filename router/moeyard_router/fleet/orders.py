@@ -29,11 +29,13 @@ class Hold:
     run. None: start requests again.
 
     The answer is the number of sequences that have started and not ended. `switches`: the weights are about to change,
-    so nothing runs until the workers are replaced.
+    so nothing runs until the workers are replaced. `asleep`: the level at which the server sleeps from now on, 0 if it
+    is awake. None: no change. A server that sleeps starts no requests, paused or not.
     """
 
     mode: Literal["abort", "wait", "keep"] | None
     switches: bool = False
+    asleep: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

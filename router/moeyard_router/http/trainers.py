@@ -22,6 +22,9 @@ PATHS = MappingProxyType(
         **dict.fromkeys(("/update_weights", "/finish_weight_update", "/weight_checker", "/weights_checker"), ("POST",)),
         **dict.fromkeys(("/abort_request", "/abort_requests", "/reset_prefix_cache"), ("POST",)),
         "/flush_cache": ("GET", "POST"),
+        **dict.fromkeys(("/sleep", "/wake_up"), ("POST",)),
+        **dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), ("POST",)),
+        "/is_sleeping": ("GET",),
         **dict.fromkeys(("/is_paused", "/weight_info", "/get_weight_version", "/get_world_size"), ("GET",)),
     }
 )

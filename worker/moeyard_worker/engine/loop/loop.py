@@ -176,6 +176,10 @@ class Engine:
         self._paused = paused
         self._poller.wake()
 
+    def use_runner(self, runner: Runner | GpuRunner) -> None:
+        """Launch steps by another runner from the next epoch on. Call it between two epochs."""
+        self._runner = runner
+
     def forget_prefixes(self) -> None:
         """Drop the cached prefixes between two steps. Any thread."""
         self._forgets = True
