@@ -447,6 +447,23 @@ def test_sleep_and_wake(http: httpx.Client, served: Command) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "level")
 
 
+@pytest.mark.slow
+def test_rank_lost_while_the_server_sleeps(http: httpx.Client, served: Command) -> None:
+    """Its next process falls asleep, too. Meanwhile the other rank may have got its experts."""
+    slime = Slime(http)
+    before = slime.generate(PROMPT)
+    slime.post("/release_memory_occupation", tags=["kv_cache"])
+    lost = served.ranks()[1]
+    lost.kill()
+    wait_until(lambda: len(served.ranks()) == 2 and served.ranks().get(1) not in (None, lost))
+    wait_until(lambda: "sleeps at level 1" in http.get("/readyz").text)
+    wait_until(lambda: http.post("/wake_up").status_code == 200)
+    assert read(http.get("/is_sleeping")) == {"is_sleeping": False}
+    after = slime.generate(PROMPT)
+    for name in ("ids", "logprobs", "text"):
+        assert after[name] == before[name]
+
+
 def test_control_needs_its_key(http: httpx.Client, served: Command) -> None:
     paths = ("/flush_cache", "/abort_request", "/abort_requests", "/reset_prefix_cache", "/weights_checker", "/sleep")
     for path in (*paths, "/wake_up", "/release_memory_occupation", "/resume_memory_occupation"):
