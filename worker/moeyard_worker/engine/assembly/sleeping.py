@@ -95,15 +95,13 @@ class Sleeper:
         return None
 
     @torch.inference_mode()
-    def sleep(self, level: int, launching: Runner | GpuRunner, dense_bytes: int) -> int:
+    def sleep(self, level: int, dense_bytes: int) -> int:
         """Free the memory of a level above the present one. Return the bytes freed.
 
-        `launching`: the runner that launches steps, whose captured steps are dropped. `dense_bytes`: of the weights.
+        The caller has dropped the runner that launches captured steps. `dense_bytes`: of the weights.
         """
         freed = 0
         if not self.level:
-            if isinstance(launching, GpuRunner):
-                launching.release()
             freed += self._storages.free(self.runner.states(), keep=False)
             freed += self._free_slots(keep=level == 1)
         if self._device.captures:

@@ -44,6 +44,7 @@ from moeyard_worker.engine.loop.metrics import WorkerMetrics
 from moeyard_worker.engine.memory.host_memory import available_memory
 from moeyard_worker.engine.memory.plan import MemoryPlan, exchange_shape, fetch_shape, plan_with_fetch
 from moeyard_worker.engine.sampling.grammars import Grammars
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.engine.steps.runner import Loaded, Runner
 from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.membership.frames import Phase
@@ -409,9 +410,12 @@ class Worker:
             return 0
         self._device.activate()
         self.discard_weights()
-        runner, self.runner = self.runner, self._sleeper.runner
+        if isinstance(self.runner, GpuRunner):
+            self.runner.release()
+        # Nothing may hold the captured steps now, or their memory stays.
+        self.runner = self._sleeper.runner
         self._engine.use_runner(self.runner)
-        freed = self._sleeper.sleep(level, runner, self._dense_bytes(self.checkpoint))
+        freed = self._sleeper.sleep(level, self._dense_bytes(self.checkpoint))
         self._renew()
         log.info("rank %d sleeps (level %d) and has freed %s", self._spec.rank, level, format_size(freed))
         return freed
