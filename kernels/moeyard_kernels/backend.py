@@ -169,6 +169,10 @@ class ExpertSlots(Protocol):
 
     num_slots: int
 
+    @property
+    def regions(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of all slots, () if each slot has memory of its own."""
+
     def write(self, slot: int, fill: Fill) -> None:
         """Put the expert that `fill` writes into a slot."""
 

@@ -41,11 +41,16 @@ class WorkerAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedShape:
-    """The form of a token's routed experts: MoE layers, experts per layer, bytes of an id (1 or 2)."""
+    """The form of a token's routed experts: MoE layers, experts per layer, bytes of an id (1 or 2).
+
+    places: the place of each MoE layer among the `num_layers` layers of the model. Empty: all layers are MoE layers.
+    """
 
     layers: int
     top_k: int
     id_bytes: int
+    places: tuple[int, ...] = ()
+    num_layers: int = 0
 
     @property
     def row_bytes(self) -> int:
@@ -215,6 +220,7 @@ class RouterConfig:
     metric_aliases: further sets of metric names; "vllm" is the only one.
     control: the launcher's control socket, if trainers may use this port, and the file of their keys.
     held: whether it starts no requests at first, because an operator has paused the server.
+    asleep: the level at which the server sleeps at first, 0 if it is awake.
     restarted: whether this router replaces one that served these workers. Then requests wait until all workers are
         connected. A first router answers 503.
     keys: CURVE keys for the workers' sockets. None: no keys (workers of a test).
@@ -305,6 +311,7 @@ class RouterConfig:
     access: AccessConfig = AccessConfig()
     control: tuple[Path, Path] | None = None
     held: bool = False
+    asleep: int = 0
     restarted: bool = False
     keys: RouterKeys | None = None
     version: str = "unknown"

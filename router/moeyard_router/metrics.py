@@ -106,6 +106,7 @@ class RouterMetrics:
         self.scalings = made(
             Counter, "fleet_scalings", "Times that the fleet was whole again with more or fewer workers."
         )
+        self.sleeps = made(Counter, "sleep_changes", "Times that the fleet fell asleep or woke up.")
         self.updates = made(Counter, "weight_updates", "Times that the fleet was whole again with other weights.")
         self.carried = made(Counter, "requests_carried", "Sequences that continued on another rank or connection.")
         self.recomputed = made(

@@ -43,6 +43,7 @@ ROUTER_OTHERS = (
     "moeyard_requests_carried_total",
     "moeyard_tokens_recomputed_total",
     "moeyard_fleet_rank_ready",
+    "moeyard_fleet_sleep_state",
     "moeyard_fleet_num_requests_running",
     "moeyard_fleet_num_requests_waiting",
     "moeyard_fleet_kv_cache_usage_ratio",

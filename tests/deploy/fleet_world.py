@@ -28,7 +28,7 @@ from moeyard.fleet.messages import (
     Tell,
     Tick,
 )
-from moeyard_router.fleet.orders import UNKNOWN, Drain, Hold
+from moeyard_router.fleet.orders import UNKNOWN, Cancel, FleetOrder, Forget, Hold
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.placement import Placement, partition
 
@@ -66,7 +66,7 @@ class World:
         self.whole = True
         self.lacks: str | None = None
         self.ray_fails: str | None = None
-        self.orders: list[Drain | Hold] = []
+        self.orders: list[FleetOrder] = []
         self.identities: dict[int, str] = {}  # what a rank reads in place of the version
         self.checksums: dict[str, str] = {}
         self.running = 0  # sequences that have started, while requests are held
@@ -205,6 +205,8 @@ class World:
             return {"weights": self._identity(rank, version), "fingerprint": f"of {version}"}
         if call.method == "weight_checksums":
             return self.checksums
+        if call.method in ("sleep", "wake"):
+            return 1 << 20
         answers = {"rebind": addresses, "load": REPORT, "progress": (1, 1), "room": room, "seat": self.seats.get(rank)}
         return answers.get(call.method)
 
@@ -265,8 +267,14 @@ class World:
             self.dead |= {process for _, process in self.made}
         self.event(RayEnded(daemon, daemon == "raylet"))
 
-    def _order(self, drain: Drain | Hold) -> int:
+    def _order(self, drain: FleetOrder) -> int:
         self.orders.append(drain)
+        if isinstance(drain, Cancel):
+            self.did.append(("cancel", drain.names))
+            return self.running
+        if isinstance(drain, Forget):
+            self.did.append(("forget",))
+            return 0
         if isinstance(drain, Hold):
             self.did.append(("switch",) if drain.switches else ("hold", drain.mode))
             return self.running if self.whole or drain.switches else UNKNOWN

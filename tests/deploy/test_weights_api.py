@@ -143,6 +143,59 @@ def test_update_from_memory(api: WeightsApi, fleet: Fleet, tmp_path: Path) -> No
     assert post(api, "/finish_weight_update")[0] == 400, "an update ends once"
 
 
+def test_requests_that_end(api: WeightsApi, fleet: Fleet) -> None:
+    assert post(api, "/abort_request", abort_all=True)[0] == 200
+    assert post(api, "/abort_request", rid="a", abort_message="x")[0] == 200
+    assert post(api, "/abort_requests", request_ids=["b", "c"])[0] == 200
+    names = [fields["names"] for _, fields in fleet.asked]
+    assert names == [None, frozenset("a"), frozenset("bc")]
+    for path, body, param in (
+        ("/abort_request", {"rid": ""}, "rid"),
+        ("/abort_requests", {"request_ids": "a"}, "request_ids"),
+        ("/reset_prefix_cache", {"reset_running_requests": True}, "reset_running_requests"),
+    ):
+        status, found = post(api, path, **body)
+        assert (status, found["error"]["param"]) == (400, param)
+    for method, path in (("GET", "/flush_cache"), ("POST", "/flush_cache"), ("POST", "/reset_prefix_cache")):
+        assert api.answer(method, path, b"")[1]["success"]
+    assert [name for name, _ in fleet.asked[3:]] == ["flush"] * 3
+
+
+def test_sleep(api: WeightsApi, fleet: Fleet) -> None:
+    """The server wakes up when the last part of its memory does."""
+    asked = {
+        "/sleep": {"level": 1, "mode": "keep"},
+        "/sleep?level=2&mode=abort&tags=weights": {"level": 2, "mode": "abort"},
+        "/release_memory_occupation": {"level": 2, "mode": "keep"},
+    }
+    for path, fields in asked.items():
+        assert post(api, path)[0] == 200
+        assert fleet.asked.pop() == ("sleep", fields)
+    assert post(api, "/wake_up?tags=weights&tags=cuda_graph")[0] == 200
+    assert fleet.asked == []
+    fleet.refuses = Refused("no room")
+    assert post(api, "/resume_memory_occupation", tags=["kv_cache"])[0] == 409
+    assert post(api, "/wake_up?tags=kv_cache")[0] == 200
+    assert [name for name, _ in fleet.asked] == ["wake", "wake"]
+    post(api, "/release_memory_occupation", tags=["kv_cache"])
+    assert fleet.asked.pop() == ("sleep", {"level": 1, "mode": "keep"})
+    post(api, "/resume_memory_occupation", tags=["kv_cache"])
+    assert fleet.asked.pop()[0] == "wake"
+    post(api, "/release_memory_occupation", tags=["cuda_graph"])
+    assert len(fleet.asked) == 2, "graphs alone are no memory that is given back"
+    for path, param in (("/sleep?level=0", "level"), ("/sleep?mode=now", "mode"), ("/wake_up?tags=all", "tags")):
+        status, found = post(api, path)
+        assert (status, found["error"]["param"]) == (400, param)
+    assert api.answer("GET", "/is_sleeping", b"") == (200, {"is_sleeping": False})
+
+
+def test_directory_of_a_trainer(api: WeightsApi, fleet: Fleet) -> None:
+    assert post(api, "/update_weights", weight_dir="/steps/3") == (200, {"status": "ok"})
+    assert fleet.asked == [("update", {"weights": ServedWeights(version="", directory="/steps/3"), "mode": "keep"})]
+    for body in ({"weight_dir": None}, {"weight_dir": "/a", "colour": 1}):
+        assert post(api, "/update_weights", **body)[0] == 400
+
+
 def test_facts(api: WeightsApi) -> None:
     expected = {"weight_version": "step-3", "model_path": "/models/c", "files": []}
     assert api.answer("GET", "/weight_info", b"") == (200, expected)

@@ -18,6 +18,7 @@ from moeyard_kernels.cuda import footprint
 from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_kernels.types.footprint import Footprints
 from moeyard_kernels.types.sampling import SampledTokens
+from moeyard_worker.checkpoint import reading
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.assembly import worker
 from moeyard_worker.engine.assembly.device import CpuDevice, CudaDevice
@@ -42,6 +43,9 @@ class Graph:
             for name in ("ids", "logprobs", "ranks", "top_ids", "top_logprobs"):
                 if getattr(found, name) is not None:
                     getattr(self._result, name).copy_(getattr(found, name))
+
+    def reset(self) -> None:
+        self._run = None  # type: ignore[assignment]
 
 
 def captured(run: Callable[[], Any], pool: list[SampledTokens], *, ahead: bool = True) -> tuple[Graph, Any]:
@@ -97,6 +101,8 @@ def gpu_steps() -> Iterator[None]:
 
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "make_device", lambda config, _gpu: ReferenceDevice(config))
+    # Arrays of numpy cannot share a GPU's memory, and what they share cannot be freed.
+    monkeypatch.setattr(reading, "on_host", lambda _: False)
     monkeypatch.setattr(CudaBackend, "capture", staticmethod(captured))
     monkeypatch.setattr(CudaBackend, "compile_ahead", rehearsed)
     monkeypatch.setattr(gpu_runner, "_to_host", torch.clone)

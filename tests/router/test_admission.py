@@ -46,9 +46,9 @@ class MachineDriver:
         self.do("connected", rank, timed=False)
         return self.do("heard", rank, [ready_snapshot(rank=rank, world_size=RANKS, epoch=epoch)])
 
-    def submit(self, name, count=1, rank=None, key=None):
+    def submit(self, name, count=1, rank=None, key=None, names=frozenset()):
         sequences = [((1, 2), SamplingParams(max_tokens=9))] * count
-        return self.do("submit", name, sequences, listener=name, client=None, key=key, rank=rank)
+        return self.do("submit", name, sequences, listener=name, client=None, key=key, rank=rank, names=names)
 
     def wait(self, seconds):
         self.now += seconds

@@ -8,7 +8,7 @@ from tests.router.test_admission import RANKS, MachineDriver, done, of, where
 
 from moeyard_router.config import system_fingerprint
 from moeyard_router.fleet.instructions import Aborted, Ended, Run, Stop
-from moeyard_router.fleet.orders import UNKNOWN, Hold
+from moeyard_router.fleet.orders import UNKNOWN, Cancel, Hold
 from moeyard_worker.protocol import PromptLogprobs, TokenLogprob, Tokens
 
 
@@ -122,3 +122,29 @@ def test_fingerprint_follows_the_weights():
         expected = {"system_fingerprint": f"fp_{system_fingerprint([f'print of {version}'], None)}"}
         assert played.machine.identified() == played.machine.identified(version) == expected
     assert played.machine.identified("v1") != played.machine.identified("v2"), "answers that began before keep theirs"
+
+
+def test_sleep_outlasts_a_resume():
+    """Requests queue until the server is awake, and until nobody pauses it."""
+    played = MachineDriver()
+    assert hold(played, "keep", asleep=2)[0] == 0
+    assert of(Run, played.submit("a")) == []
+    assert "sleeps at level 2" in played.machine.held
+    _, resumed = hold(played, None)
+    assert of(Run, resumed) == []
+    assert "sleeps at level 2" in played.machine.held
+    hold(played, "keep", asleep=0)
+    assert "paused" in played.machine.held
+    _, resumed = hold(played, None)
+    assert [run[1] for run in where(resumed)] == ["a-0"]
+
+
+def test_requests_end_by_their_names():
+    played = MachineDriver(worker_places=1)
+    for name in ("a", "b", "c"):
+        played.submit(name, names=frozenset((f"my-{name}", "x")))
+    cancelled = Cancel(names=frozenset(("my-a", "other")))
+    played.do("cancel", cancelled)
+    assert played.events["a-0"] == [Aborted()]
+    assert not any(isinstance(event, Aborted) for name in ("b-0", "c-0") for event in played.events.get(name, []))
+    assert played.machine.cancel(0.0, Cancel()) == 3, "the worker has not confirmed, and one is queued"

@@ -20,7 +20,8 @@ from moeyard.fleet.messages import (
     Tell,
 )
 from moeyard.fleet.ranks import Pending, Ranks, Script
-from moeyard_router.fleet.orders import UNKNOWN, Drain, Hold
+from moeyard_router.fleet.orders import UNKNOWN, Cancel, Drain, Forget, Hold
+from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.protocol import FIRST_VERSION
 
 
@@ -69,10 +70,12 @@ class Commands:
         recover: Callable[[int], Script[bool]],
         switch: Callable[[], Script[bool]],
         update: Callable[[], Script[bool]],
+        sleep: Callable[[int], Script[bool]],
         beside: bool,
         standby: bool,
     ) -> None:
         self._ranks, self._emit, self._recover, self._switch, self._update_all = ranks, emit, recover, switch, update
+        self._sleep_all = sleep
         self._beside, self._standby = beside, standby
         self._standby_ready, self._standby_problem = True, ""
         self.drained: frozenset[int] = frozenset()  # ranks that take no new requests
@@ -177,15 +180,25 @@ class Commands:
                 raise Refused(f"none of {listed(range(command.size))} takes requests; see `moeyard undrain`", 2)
         if self._closed is not None:
             raise Refused(self._closed)
+        if command.name == "cancel":
+            self._emit(Order(Cancel(names=command.names), answered=False))
+            return "aborted"
         if command.name == "resume" and task is not None and task.command.name == "pause" and not task.committed:
             task.thrown = GivenBack("given up by /resume")
             return "resumed"
+        if command.name == "sleep" and command.level <= self._ranks.asleep:
+            return f"asleep at level {self._ranks.asleep}"
+        if command.name == "wake" and not self._ranks.asleep:
+            return "awake"
+        if self._ranks.asleep and command.name in ("restart", "scale", "checksum"):
+            raise Refused(f"the server sleeps; wake it up before a {command.name}")
         if command.name in ("pause", "resume") and self._ranks.paused == (command.name == "pause"):
             return "paused" if self._ranks.paused else "resumed"
         if task is not None:
             raise Refused(f"busy: {doing(task)}, for {self._ranks.now - task.began:.0f} s; wait for its end")
         scripts = {"drain": self._drain, "restart": self._restart, "scale": self._scale}
         scripts |= {"pause": self._pause, "resume": self._resume, "update": self._update, "checksum": self._checksum}
+        scripts |= {"flush": self._flush, "sleep": self._sleep, "wake": self._wake}
         first = (command.ranks or (0,))[0] if command.name in ("drain", "restart") else None
         self.task = Task(command, self._ranks.now, first)
         self._script = scripts[command.name](self.task)
@@ -347,7 +360,7 @@ class Commands:
             while not self._ranks.update_is_read():
                 yield None
             # During a pause nothing runs anyway, and the pause has said what becomes of requests.
-            if not self._ranks.paused and mode != "keep":
+            if not (self._ranks.paused or self._ranks.asleep) and mode != "keep":
                 held = True
                 yield from self._quiet(task, mode)
             yield Order(Hold(mode="keep", switches=True))
@@ -372,6 +385,60 @@ class Commands:
         if error := next((call.error for call in calls if call.error is not None), None):
             raise Refused(f"the weights could not be read: {error}") from error
         return json.dumps([call.value for call in calls])
+
+    def _sleep(self, task: Task) -> Script[str]:
+        """Free memory on all ranks in one epoch. Nothing may run, unless the server is paused."""
+        level, mode = task.command.level, task.command.mode
+        try:
+            yield None
+            yield from self._settle(task, 0)
+            if not (self._ranks.paused or self._ranks.asleep):
+                if mode == "keep":
+                    while (left := (yield Order(Hold(mode="keep")))) == UNKNOWN:
+                        yield None
+                    if left:
+                        raise Refused(f"{left} requests run; pause the server or end them before it sleeps")
+                else:
+                    yield from self._quiet(task, mode)
+            yield from self._ready(self._ranks.check_sleep())
+            yield Order(Hold(mode="keep", switches=True, asleep=level))
+        except (FleetError, Refused) as error:
+            self._release_held(held=not (self._ranks.paused or self._ranks.asleep))
+            raise Refused(str(error), getattr(error, "exit_code", 1)) from error
+        task.committed = True
+        if not (yield from self._sleep_all(level)):
+            return ""
+        return f"asleep at level {level}, all ranks have freed {format_size(self._ranks.freed)}"
+
+    def _wake(self, task: Task) -> Script[str]:
+        """Take the memory again, on all ranks in one epoch."""
+        yield None
+        yield from self._settle(task, 0)
+        yield from self._ready(self._ranks.check_wake())
+        yield Order(Hold(mode="keep", switches=True, asleep=self._ranks.asleep))
+        task.committed, now = True, self._ranks.now
+        if not (yield from self._sleep_all(0)):
+            return ""
+        self._emit(Order(Hold(mode="keep" if self._ranks.paused else None, asleep=0), answered=False))
+        return f"awake after {self._ranks.now - now:.1f} s"
+
+    def _ready(self, calls: Sequence[Pending]) -> Script[None]:
+        """Wait for calls that ask ranks whether they are able to change. Raises Refused with the first reason."""
+        yield from self._answers(calls)
+        if error := next((call.error for call in calls if call.error is not None), None):
+            raise Refused(str(error), 1) from error
+
+    def _flush(self, task: Task) -> Script[str]:
+        """Drop the prefix caches of all ranks. As in SGLang, nothing may run or wait."""
+        yield None
+        yield from self._settle(task, 0)
+        while (left := (yield Order(Cancel()))) == UNKNOWN:
+            yield None
+        if left:
+            raise Refused(f"{left} requests run or wait; the prefix caches are dropped when nothing does")
+        yield from self._answers(self._ranks.forget_prefixes())
+        self._emit(Order(Forget(), answered=False))
+        return "flushed"
 
     def _release_held(self, *, held: bool) -> None:
         """Let routers start requests again."""
@@ -467,7 +534,8 @@ def counted(size: int) -> str:
 def doing(task: Task) -> str:
     """Describe a task in a sentence."""
     names = {"pause": "the server pauses", "resume": "the server resumes", "update": "the weights are being updated"}
-    names |= {"checksum": "the weights are being read"}
+    names |= {"checksum": "the weights are being read", "flush": "the prefix caches are being dropped"}
+    names |= {"sleep": "the server falls asleep", "wake": "the server wakes up"}
     if task.command.name in names:
         return names[task.command.name]
     if task.command.name == "scale":

@@ -110,6 +110,7 @@ class FleetMachine:
             recover=self._restart,
             switch=self._switch,
             update=self._update,
+            sleep=self._sleep,
             # A GPU cannot hold two processes of a rank.
             beside=config.device == "cpu" and not fixed_ports,
             standby=standby,
@@ -314,6 +315,12 @@ class FleetMachine:
     def _update(self) -> Script[bool]:
         """Change to the weights that all ranks have read. Return whether the fleet continues, always with these."""
         yield from self._change(self.ranks.update(), "the weights were updated")
+        return self.failure is None
+
+    def _sleep(self, level: int) -> Script[bool]:
+        """Fall asleep at this level, or wake up (0). Return whether the fleet continues, always so."""
+        what = f"the server fell asleep (level {level})" if level else "the server woke up"
+        yield from self._change(self.ranks.sleep(level), what)
         return self.failure is None
 
     def _change(self, change: Script[Recovered], purpose: str) -> Script[RanksLost | None]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moeyard_router.fleet.orders import Drain, Hold
+from moeyard_router.fleet.orders import FleetOrder
 from moeyard_worker.config.worker_spec import ServedWeights
 
 
@@ -57,7 +57,9 @@ class Rank:
     report: dict[str, Any]
 
 
-CommandName = Literal["drain", "undrain", "restart", "scale", "pause", "resume", "update", "checksum"]
+CommandName = Literal[
+    "drain", "undrain", "restart", "scale", "pause", "resume", "update", "checksum", "flush", "cancel", "sleep", "wake"
+]
 
 # Events.
 
@@ -129,17 +131,22 @@ class StandbyReady:
 class Command:
     """An operator's command. Tell and Finish refer to its `number`. A restart without `ranks` restarts each in turn.
 
-    mode: what becomes of running requests, as in `Hold`, for a pause and for an update to `weights`.
+    mode: what becomes of running requests, as in `Hold`, for a pause and for an update to `weights`. A server that is
+        not paused falls asleep with "abort" and "wait", and refuses with "keep" while requests run.
+    level: at which the server sleeps.
+    names: of the requests that "cancel" ends, as in `Cancel`.
     """
 
     number: int
     name: CommandName
     ranks: tuple[int, ...] = ()
     size: int = 0
+    level: int = 0
     seconds: float = 0.0
     changes: Mapping[str, Any] = field(default_factory=dict)
     mode: Literal["abort", "wait", "keep"] = "wait"
     weights: ServedWeights | None = None
+    names: frozenset[str] | None = frozenset()
 
 
 Event = Tick | Returned | Failed | Silent | Missed | RayEnded | Answered | StandbyReady | Command
@@ -193,7 +200,7 @@ class Examine:
 class Order:
     """Send an order to all routers. If `answered`, the answer is their number of sequences, or UNKNOWN."""
 
-    drain: Drain | Hold
+    drain: FleetOrder
     answered: bool = True
 
 

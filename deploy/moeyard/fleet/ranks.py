@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -48,7 +48,9 @@ CALL_SECONDS = 15.0
 MEET_SECONDS = 20.0
 REMEET_SECONDS = 5.0
 # Calls without a time limit. Their processes send heartbeats instead.
-WATCHED = frozenset(("seat", "setup", "load", "prepare", "stage_weights", "use_weights", "weight_checksums"))
+WATCHED = frozenset(
+    ("seat", "setup", "load", "prepare", "stage_weights", "use_weights", "weight_checksums", "sleep", "wake")
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +71,7 @@ class Process:
     `epoch` and `placement` are those of its setup. The call `wait` returns when the process stops or loses a peer;
     `loss` is that report until the process rejoins. `has`: experts that it serves, or will serve when it starts.
     `read`: experts that it has read for a later epoch. `silent`: seconds without a heartbeat, 0 while within limits.
-    `weights`: those that it serves, or will serve when it starts.
+    `weights`: those that it serves, or will serve when it starts. `asleep`: the level at which it sleeps, 0 if awake.
     """
 
     number: int
@@ -87,6 +89,7 @@ class Process:
     has: Any = None
     read: Any = None
     silent: float = 0.0
+    asleep: int = 0
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -164,6 +167,8 @@ class Ranks:
         self.updating: Updating | None = None
         self.weights = AS_STARTED  # what every rank of an epoch serves
         self.paused = False  # whether ranks run no steps of their own
+        self.asleep = 0  # the level at which every rank of an epoch sleeps, 0 if awake
+        self.freed = 0  # bytes that the ranks have given back together
         self.whole = self.placed = placement  # placement of all ranks, and of the current or last epoch
         self.runs = self.forming = False
         self.ray_ended: str | None = None
@@ -224,6 +229,9 @@ class Ranks:
                 process.weights, process.read = self.weights, None
                 process.report = {**(process.report or {}), "fingerprint": event.value["fingerprint"]}
                 process.setup = {**process.facts, "weights": event.value["weights"]}
+            elif pending.method in ("sleep", "wake"):
+                process.asleep = self.asleep
+                self.freed = self.freed + event.value if self.asleep else 0
             elif pending.method == "wait":
                 process.loss = event.value
                 if event.value is None:
@@ -470,6 +478,7 @@ class Ranks:
         moved = [r for r, p in members.items() if placement.experts(r) not in (p.has, p.read)]
         yield from self.gather({r: self._call(members[r], "prepare", placement, slots.get(r, 0)) for r in moved})
         lap("experts")
+        yield from self._change_sleep(members.values())
         if self.paused:
             yield from self.gather({r: self._call(p, "pause") for r, p in members.items()}, patience)
         step = max((process.loss["steps"] for process in members.values() if process.loss is not None), default=0)
@@ -488,6 +497,12 @@ class Ranks:
         """Have survivors change to the weights of the fleet. They have read them, and no rank runs a step."""
         behind = [p for p in self.members if p.started and p.weights != self.weights]
         yield from self.gather({p.rank: self._call(p, "use_weights", self.weights) for p in behind})
+
+    def _change_sleep(self, members: Iterable[Process]) -> Script[None]:
+        """Have ranks fall asleep or wake up, as the fleet is to be. No rank runs a step."""
+        behind = [process for process in members if process.asleep != self.asleep]
+        call = ("sleep", self.asleep) if self.asleep else ("wake",)
+        yield from self.gather({p.rank: self._call(p, *call) for p in behind})
 
     def _set_all_up(self, epoch: int) -> None:
         for process in self.members:
@@ -754,6 +769,27 @@ class Ranks:
         self.paused = paused
         return [self._call(p, "pause" if paused else "resume") for p in self.members if p.started]
 
+    def sleep(self, level: int) -> Script[Recovered]:
+        """End the epoch between steps, and form one in which every rank sleeps at this level, or is awake (0).
+
+        From the first call on there is no way back: RanksLost means `replace`, whose new processes become so, too.
+        """
+        self.asleep = level
+        yield from self._end_epoch("falling asleep" if level else "waking up")
+        return (yield from self._form((self.whole, {}), planned=True))
+
+    def check_sleep(self) -> list[Pending]:
+        """Ask all ranks whether they can sleep. Return the calls, which fail if not."""
+        return [self._call(p, "check_sleep") for p in self.members if p.started]
+
+    def check_wake(self) -> list[Pending]:
+        """Ask all ranks whether they have the room to wake. Return the calls, which fail if not."""
+        return [self._call(p, "check_wake") for p in self.members if p.started]
+
+    def forget_prefixes(self) -> list[Pending]:
+        """Have all ranks of the epoch drop their cached prefixes. Return the calls."""
+        return [self._call(p, "forget_prefixes") for p in self.members if p.started]
+
     def checksums(self) -> list[Pending]:
         """Have all ranks of the epoch compute digests of their weights. Return the calls."""
         return [self._call(p, "weight_checksums") for p in self.members if p.started]
@@ -776,6 +812,8 @@ class Ranks:
         if self.runs:
             alike = all(p.weights == self.weights for p in self.members if p.started)
             assert alike or self.forming, "an epoch has one set of weights"
+            states = {process.asleep for process in self.members if process.started}
+            assert states <= {self.asleep} or self.forming, "the ranks of an epoch sleep together"
             started = {process.rank for process in self.members if process.started}
             assert started == set(self.placed.ranks) or self.forming, "the ranks of the epoch serve, and no others"
             assert set(self.placed.ranks) <= set(range(self.size))

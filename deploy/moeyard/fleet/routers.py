@@ -25,7 +25,7 @@ from moeyard.logs import LogConfig
 from moeyard.signals import ending_signals
 from moeyard_router.api.request_scope import log_context
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.fleet.orders import UNKNOWN, Drain, Hold
+from moeyard_router.fleet.orders import UNKNOWN, Drain, FleetOrder, Hold
 from moeyard_router.http.process import (
     Drained,
     GiveUp,
@@ -88,11 +88,11 @@ class _Router:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         theirs.close()
 
-    def say(self, message: Replace | Drain | Hold | GiveUp | Stop) -> None:
+    def say(self, message: Replace | FleetOrder | GiveUp | Stop) -> None:
         """Send a message. A process that has ended misses it; `RouterProcesses` notices the exit separately."""
         try:
             self.pipe.send(message)
-            self.owed += isinstance(message, Drain | Hold)
+            self.owed += isinstance(message, FleetOrder)
         except (BrokenPipeError, ConnectionResetError):
             self.replacing, self.drained = False, self.drained or 0
 
@@ -147,7 +147,7 @@ class RouterProcesses:
         """Have all routers continue with these ranks of a new epoch. From any thread."""
         self.replace_workers(addresses(ranks, drained), lambda: None, incident)
 
-    def ordered(self, order: Drain | Hold) -> int:
+    def ordered(self, order: FleetOrder) -> int:
         """Return the sum of all routers' answers to an order, or UNKNOWN. Blocks: not for the thread of `run`."""
         answers: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.obey(order, answers.put)
@@ -156,7 +156,7 @@ class RouterProcesses:
         except queue.Empty:
             return UNKNOWN
 
-    def obey(self, order: Drain | Hold, then: Callable[[int], None]) -> None:
+    def obey(self, order: FleetOrder, then: Callable[[int], None]) -> None:
         """As `RouterServer.obey`; `then` gets the sum over all routers. From any thread, one order at a time."""
         self._drained = then
         self._tell_loop(order)
@@ -172,7 +172,7 @@ class RouterProcesses:
         """
         self._tell_loop(Stop())
 
-    def _tell_loop(self, message: Replace | Drain | Hold | GiveUp | Stop) -> None:
+    def _tell_loop(self, message: Replace | FleetOrder | GiveUp | Stop) -> None:
         """Hand a message to the thread of `run`. From any thread."""
         with self._telling:
             self._tell.send(message)
@@ -230,11 +230,11 @@ class RouterProcesses:
             else:
                 self._ended(router)
 
-    def _told(self, message: Replace | Drain | Hold | GiveUp | Stop) -> None:
+    def _told(self, message: Replace | FleetOrder | GiveUp | Stop) -> None:
         if isinstance(message, Replace):
             self._lost.clear()
             self._config = dataclasses.replace(self._config, workers=message.workers)
-        elif isinstance(message, Drain | Hold):
+        elif isinstance(message, FleetOrder):
             self._order(message)
             return
         else:
@@ -246,12 +246,13 @@ class RouterProcesses:
             router.replacing = isinstance(message, Replace)
             router.say(message)
 
-    def _order(self, order: Drain | Hold) -> None:
+    def _order(self, order: FleetOrder) -> None:
         """Send the order to all routers, and note it for routers that start later."""
         if isinstance(order, Hold):
             held = self._config.held if order.switches else order.mode is not None
-            self._config = dataclasses.replace(self._config, held=held)
-        else:
+            asleep = self._config.asleep if order.asleep is None else order.asleep
+            self._config = dataclasses.replace(self._config, held=held, asleep=asleep)
+        elif isinstance(order, Drain):
             workers = tuple(dataclasses.replace(w, draining=w.rank in order.ranks) for w in self._config.workers)
             self._config = dataclasses.replace(self._config, workers=workers)
         for router in self._routers:

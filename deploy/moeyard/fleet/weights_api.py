@@ -30,6 +30,8 @@ _ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {"load_format": (None, "auto", "safetensors"), "keep_pause": (False,), "manifest": (None,)}
 )
 _MODES = ("abort", "wait", "keep")
+# The parts of memory that sleep gives back, by vLLM's and SGLang's names. Here all of them wake up together.
+_TAGS = frozenset(("weights", "kv_cache", "cuda_graph"))
 # SGLang's modes of a pause. Requests that were kept are computed again if the weights change.
 _SGLANG_MODES = MappingProxyType({"abort": "abort", "retract": "keep", "in_place": "keep"})
 
@@ -49,6 +51,7 @@ class FleetState:
     weights: ServedWeights
     paused: bool
     size: int
+    asleep: int = 0
 
 
 class WeightsApi:
@@ -62,14 +65,26 @@ class WeightsApi:
         self._lock = threading.Lock()
         self._files: list[str] | None = None  # of the update that has begun
         self._baseline: dict[str, str] | None = None
+        self._sleeping: frozenset[str] = frozenset()  # tags that must still be woken
         self._routes: dict[tuple[str, str], Callable[[dict[str, Any], dict[str, str]], Answer]] = {
             ("POST", "/update_weights_from_disk"): self._from_disk,
             ("POST", "/pause_generation"): self._pause_generation,
             ("POST", "/continue_generation"): self._continue_generation,
             ("GET", "/get_weight_version"): self._info,
+            ("GET", "/flush_cache"): self._flush,
+            ("POST", "/flush_cache"): self._flush,
+            ("POST", "/abort_request"): self._abort,
+            ("POST", "/weights_checker"): self._check,
+            ("POST", "/release_memory_occupation"): self._release,
+            ("POST", "/resume_memory_occupation"): self._resume_memory,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
             ("GET", "/is_paused"): lambda body, query: (200, {"is_paused": self._state().paused}),
+            ("POST", "/reset_prefix_cache"): self._flush,
+            ("POST", "/sleep"): self._sleep,
+            ("POST", "/wake_up"): self._wake_up,
+            ("GET", "/is_sleeping"): lambda body, query: (200, {"is_sleeping": self._state().asleep > 0}),
+            ("POST", "/abort_requests"): self._abort_several,
             ("POST", "/init_weight_transfer_engine"): self._init,
             ("POST", "/start_weight_update"): self._start,
             ("POST", "/update_weights"): self._add,
@@ -94,7 +109,10 @@ class WeightsApi:
         if not isinstance(body, dict):
             return error(400, "the body is not a JSON object")
         try:
-            return route(body, {name: values[-1] for name, values in parse_qs(url.query).items()})
+            query = parse_qs(url.query)
+            if "tags" in query:
+                body["tags"] = query.pop("tags")
+            return route(body, {name: values[-1] for name, values in query.items()})
         except BadField as fault:
             return error(400, str(fault), fault.name)
         except Refused as refused:
@@ -138,7 +156,81 @@ class WeightsApi:
         self._run("resume")
         return 200, {"message": "Generation continued successfully.", "status": "ok"}
 
+    def _flush(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        """Also of vLLM, whose clients ask for nothing else with these fields."""
+        check_names({**query, **body}, ("timeout", "reset_running_requests", "reset_external"))
+        for each in (query, body):
+            for name in ("reset_running_requests", "reset_external"):
+                if each.get(name, False) not in (False, "false"):
+                    raise BadField(f"{name}: {json.dumps(each[name])} is not served; expected false", name)
+        self._run("flush")
+        return 200, {"success": True, "message": "The prefix caches are empty."}
+
+    def _abort(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names(body, ("rid", "abort_all", "abort_message"))
+        rid, everything = text(body, "rid"), flag(body, "abort_all")
+        if not rid and not everything:
+            raise BadField("rid: expected the name of a request, or abort_all true", "rid")
+        self._run("cancel", names=None if everything else frozenset((rid,)))
+        return 200, {"message": "Aborted."}
+
+    def _release(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names(body, ("tags",))
+        tags, said = tags_of(body), self._asleep()
+        if tags - {"cuda_graph"}:
+            said = self._fall_asleep(2 if "weights" in tags else 1, "keep", tags)
+        return 200, {"success": True, "message": said}
+
+    def _resume_memory(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names(body, ("tags",))
+        return 200, {"success": True, "message": self._wake(tags_of(body))}
+
+    def _fall_asleep(self, level: int, mode: str, tags: frozenset[str]) -> str:
+        said = self._run("sleep", level=level, mode=mode)
+        with self._lock:
+            self._sleeping |= tags
+        return said
+
+    def _asleep(self) -> str:
+        level = self._state().asleep
+        return f"asleep at level {level}" if level else "awake"
+
+    def _wake(self, tags: frozenset[str]) -> str:
+        """Wake the server up once all tags are woken. Until then nothing is allocated."""
+        with self._lock:
+            left = self._sleeping - tags
+            if left - {"cuda_graph"}:
+                self._sleeping = left
+                return f"{self._asleep()} until {', '.join(sorted(left))} wakes up, too"
+        said = self._run("wake")
+        with self._lock:
+            self._sleeping = frozenset()
+        return said
+
     # vLLM.
+
+    def _sleep(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        """Requests that run must be ended or paused before, or by `mode`."""
+        check_names({**body, **query}, ("level", "mode", "tags"))
+        tags_of(body)  # vLLM's clients send tags, but a level has all of them
+        level, mode = query.get("level", "1"), query.get("mode", "keep")
+        if level not in ("1", "2"):
+            raise BadField(f"level: '{level}' is none of 1, 2", "level")
+        if mode not in _MODES:
+            raise BadField(f"mode: '{mode}' is none of {', '.join(_MODES)}", "mode")
+        return 200, {"status": "sleeping", "message": self._fall_asleep(int(level), mode, _TAGS)}
+
+    def _wake_up(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names({**body, **query}, ("tags",))
+        return 200, {"status": "ok", "message": self._wake(tags_of(body))}
+
+    def _abort_several(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        check_names(body, ("request_ids",))
+        names = body.get("request_ids")
+        if not isinstance(names, list) or not all(isinstance(each, str) and each for each in names):
+            raise BadField("request_ids: expected a list of names of requests", "request_ids")
+        self._run("cancel", names=frozenset(names))
+        return 200, {"message": "Aborted."}
 
     def _pause(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
         try:
@@ -176,6 +268,8 @@ class WeightsApi:
         return 200, {"message": "Weight update started"}
 
     def _add(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
+        if "weight_dir" in body:
+            return self._from_trainers_directory(body)
         info = body.get("update_info")
         if not isinstance(info, dict):
             raise BadField("Missing 'update_info' in request body", "update_info")
@@ -190,6 +284,15 @@ class WeightsApi:
                 raise BadField("no update has begun; send /start_weight_update first", "update_info")
             self._files += [str(Path(each).absolute()) for each in files]
         return 200, {"message": "Weights updated"}
+
+    def _from_trainers_directory(self, body: dict[str, Any]) -> Answer:
+        """Update from a directory: the form of prime-rl, which pauses the server before and resumes it behind."""
+        check_names(body, ("weight_dir",))
+        path = text(body, "weight_dir")
+        if not path:
+            raise BadField("weight_dir: expected a directory with safetensors files; NCCL is not served", "weight_dir")
+        self._run("update", weights=ServedWeights(version="", directory=str(Path(path).absolute())), mode="keep")
+        return 200, {"status": "ok"}
 
     def _finish(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
         check_names(body, ("weight_version",))
@@ -247,6 +350,14 @@ def text(body: Mapping[str, Any], name: str) -> str:
     if value is not None and not (isinstance(value, str) and len(value) <= 4096 and value.isprintable()):
         raise BadField(f"{name}: expected a text, got {json.dumps(value)[:80]}", name)
     return value or ""
+
+
+def tags_of(body: Mapping[str, Any]) -> frozenset[str]:
+    """Return `tags`, all of them if there are none. Raises BadField."""
+    tags = body.get("tags") or sorted(_TAGS)
+    if not isinstance(tags, list) or not all(isinstance(each, str) and each in _TAGS for each in tags):
+        raise BadField(f"tags: {json.dumps(tags)[:80]} is no list of {', '.join(sorted(_TAGS))}", "tags")
+    return frozenset(tags)
 
 
 def version_of(body: Mapping[str, Any]) -> str:

@@ -92,7 +92,13 @@ def routed_shape(config: EngineConfig, model: ModelConfig) -> RoutedShape | None
     """Return the form of the routed experts that the workers keep, or None."""
     if not config.enable_return_routed_experts:
         return None
-    return RoutedShape(layers=len(model.routed_layers), top_k=model.top_k, id_bytes=model.expert_id_bytes)
+    return RoutedShape(
+        layers=len(model.routed_layers),
+        top_k=model.top_k,
+        id_bytes=model.expert_id_bytes,
+        places=tuple(model.routed_layers),
+        num_layers=model.num_layers,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,8 @@ class CpuExpertSlots:
     is first written.
     """
 
+    regions: tuple[torch.Tensor, ...] = ()
+
     def __init__(self, *, num_slots: int, form: ExpertForm) -> None:
         self.num_slots, self.limit = num_slots, form.limit
         self._form = form

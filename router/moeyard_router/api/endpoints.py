@@ -128,6 +128,7 @@ class GenerateEndpoint(_Endpoint):
             key=record.key_name,
             log=services.log,
             trace=record.trace,
+            names=_names(job, reply_id, record.request_id),
         )
         writer = surface.writer(
             job,
@@ -257,6 +258,12 @@ def _client_name(client: str | None) -> str | None:
     if client is None or len(client) <= _MAX_CLIENT_NAME:
         return client
     return hashlib.blake2b(client.encode("utf-8", "replace")).hexdigest()
+
+
+def _names(job: Job, *names: str) -> frozenset[str]:
+    """Return the names by which a client may end its request: those of headers and answer, and its own."""
+    given = (job.repeated or {}).get("rid") or (job.repeated or {}).get("request_id")
+    return frozenset((*names, *([given] if isinstance(given, str) else ())))
 
 
 def _route_header(generation: Generation) -> tuple[bytes, bytes]:

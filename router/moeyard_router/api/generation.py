@@ -40,7 +40,7 @@ class ClientGone(Exception):
 class Generation:
     """Run a job. It ends with all choices finished, with an `ApiError`, or with `ClientGone`. Always `close` it.
 
-    `log` and `trace` get every choice at its end.
+    `log` and `trace` get every choice at its end. `names`: those by which its client may end it.
 
     Raises `ApiError` 429 or 503 at once if the fleet refuses the job.
     """
@@ -58,6 +58,7 @@ class Generation:
         key: str | None = None,
         log: RequestLog | None = None,
         trace: "RequestTrace | None" = None,
+        names: frozenset[str] = frozenset(),
     ) -> None:
         self._trace = trace
         self._log = log
@@ -81,6 +82,7 @@ class Generation:
             client=client,
             key=key,
             on_move=None if trace is None else trace.moved,
+            names=names,
         )
         metrics.params_n.observe(len(job.continuations) // len(job.prompts))
 

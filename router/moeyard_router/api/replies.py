@@ -69,11 +69,15 @@ class LongLists:
         """Store a choice's routed experts. Return the answer's field with them, nothing if they are not wanted."""
         if job.routing is None:
             return {}
-        view = memoryview(choice.experts)
-        parts: list[bytes | memoryview] = [npy_header(job.routing, len(view) // job.routing.row_bytes)]
-        parts += [view[begin : begin + _BASE64_BYTES] for begin in range(0, len(view), _BASE64_BYTES)]
-        self._lists.append([b'"', *(binascii.b2a_base64(part, newline=False) for part in parts), b'"'])
-        return {"routed_experts": orjson.Fragment(b"\0%d\0" % (len(self._lists) - 1))}
+        header = npy_header(job.routing, len(choice.experts) // job.routing.row_bytes)
+        return {"routed_experts": self.add_base64([header, choice.experts])}
+
+    def add_base64(self, parts: Iterable[bytes | bytearray]) -> orjson.Fragment:
+        """Store bytes as base64 text. Each part but the last has a multiple of 3 bytes."""
+        views = (memoryview(part) for part in parts)
+        slices = (view[i : i + _BASE64_BYTES] for view in views for i in range(0, len(view), _BASE64_BYTES))
+        self._lists.append([b'"', *(binascii.b2a_base64(part, newline=False) for part in slices), b'"'])
+        return orjson.Fragment(b"\0%d\0" % (len(self._lists) - 1))
 
     def pieces(self, data: bytes) -> list[bytes]:
         """Return `data` in pieces, with the lists in place of their placeholders, and drop the lists."""

@@ -85,18 +85,23 @@ class UsageOptions(Strict):
     include: bool | None = None
 
 
-class DistributionFields(BaseModel):
-    """The fields that change the distribution of the next token, and its seed."""
+class ShapeFields(BaseModel):
+    """The fields that change the distribution of the next token."""
 
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Seed | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=2)] | None = None
     kv_compression: KvCompressionField | None = None
+
+
+class DistributionFields(ShapeFields):
+    """The fields that change the distribution of the next token, and its seed."""
+
+    seed: Seed | None = None
 
 
 class SamplingFields(DistributionFields):

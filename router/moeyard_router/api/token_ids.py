@@ -39,7 +39,7 @@ from moeyard_router.errors import ApiError, bad_request
 from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_worker.protocol import MAX_LOGPROBS, TokenLogprob
 
-_NEUTRAL = MappingProxyType({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0})
+NEUTRAL = MappingProxyType({"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0})
 _NAMES = MappingProxyType(
     {"prompt": "token_ids", r"(model|cache_salt|stream)(_options)?(\..*)?": r"\g<0>", ".*": r"sampling_params.\g<0>"}
 )
@@ -58,12 +58,14 @@ class TokenSampling(OutputFields, DistributionFields, Strict):
     harmless = frozenset(
         (
             *("detokenize", "extra_args", "flat_logprobs", "output_kind", "skip_clone", "skip_reading_prefix_cache"),
-            "spaces_between_special_tokens",
+            # prime-rl sends the second here. The answer always has the ids.
+            *("spaces_between_special_tokens", "return_token_ids"),
         )
     )
     unserved = NOT_SERVED
 
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    cache_salt: CacheSalt | None = None  # prime-rl sends it here. vLLM has it beside `token_ids`
     structured_outputs: StructuredOutputs | None = None
     trace_decode_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
     score: Score | None = None
@@ -86,7 +88,9 @@ class GenerateRequest(Strict):
     cache_salt: CacheSalt | None = None
 
 
-class _Completion(CompletionRequest):
+class AllRoomCompletion(CompletionRequest):
+    """A completion that may fill the model by default."""
+
     default_tokens = None
 
 
@@ -106,12 +110,12 @@ async def token_job(request: GenerateRequest, intake: Intake) -> Job:
         needs = "'sampling_params.trace_decode_token_ids', or 'sampling_params.output_start'"
         raise bad_request(f"'sampling_params.score' needs {needs}", "sampling_params.score")
     translation = Translation(
-        kind=_Completion,
+        kind=AllRoomCompletion,
         body={
-            **_NEUTRAL,
+            **NEUTRAL,
             **body,
             **given(model=request.model, stream=request.stream, stream_options=request.stream_options),
-            **given(cache_salt=request.cache_salt),
+            **given(cache_salt=request.cache_salt or params.cache_salt),
             "prompt": request.token_ids,
         },
         names=_NAMES,
@@ -129,7 +133,7 @@ async def token_job(request: GenerateRequest, intake: Intake) -> Job:
 
 
 # Fields that `token_job` does not pass on as they are, and those that a forced output replaces.
-_OWN = frozenset(("dropped", "stop", "trace_decode_token_ids"))
+_OWN = frozenset(("cache_salt", "dropped", "stop", "trace_decode_token_ids"))
 _REPLACED = frozenset(("max_tokens", "min_tokens", "score", "stop", "stop_token_ids"))
 
 

@@ -36,7 +36,7 @@ from moeyard_router.fleet.instructions import (
     Waited,
     WakeAt,
 )
-from moeyard_router.fleet.orders import UNKNOWN, Drain, Hold
+from moeyard_router.fleet.orders import UNKNOWN, Cancel, Drain, Hold
 from moeyard_router.fleet.placement import PromptPlacement
 from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.ranks import Ranks
@@ -63,6 +63,7 @@ PAUSE_SECONDS = 0.25
 # A sequence that one more lost worker would end runs only after the fleet has been whole for this long.
 CALM_SECONDS = 3.0
 _PAUSED = "an operator has paused the server; /resume ends this"
+_ASLEEP = "the server sleeps at level {level} and holds little memory; /wake_up ends this"
 # Versions of weights whose fingerprints are kept, for answers that began with them.
 _MOST_VERSIONS = 256
 
@@ -72,7 +73,7 @@ class Admission:
 
     failure: why the fleet has failed, or None. `given_up`: whether it has failed permanently.
     stopping: why it accepts no more requests, or None.
-    held: why no request starts, or None (`Hold`).
+    asleep: the level at which the server sleeps, 0 if it is awake.
     generation: number of replacements of workers.
     last_progress: time of the latest sign that a step ran, in monotonic seconds.
     """
@@ -83,7 +84,7 @@ class Admission:
         self.failure: str | None = None
         self.stopping: str | None = None
         self.given_up = False
-        self.held = _PAUSED if config.held else None
+        self._held, self.asleep = config.held, config.asleep
         self.generation = 0
         # The fingerprints of the ranks, and that of all answers, by version of the weights.
         self._prints: dict[str, tuple[frozenset[str], str]] = {}
@@ -200,8 +201,11 @@ class Admission:
         client: str | None,
         key: str | None,
         rank: int | None,
+        names: frozenset[str] = frozenset(),
     ) -> list[Flight]:
         """Accept sequences of (prompt ids, sampling) for ranks that the policy chooses, or all of them for `rank`.
+
+        `names`: those by which clients may end the request (`Cancel`).
 
         They queue until a rank has room and the fleet is whole. API keys take turns by `key`. Sequences for a `rank`
         test it: they do not queue, need no room, and end if it is lost. Raises `ApiError` 503 if the fleet cannot run
@@ -230,6 +234,7 @@ class Admission:
                 key=key,
                 listener=listener,
                 carried=rank is None,
+                names=names,
             )
             for index, (prompt, sampling) in enumerate(sequences)
         ]
@@ -283,27 +288,41 @@ class Admission:
 
     def hold(self, now: float, order: Hold) -> int:
         """Carry out a pause, or end it. Return how many sequences have started and not ended, or UNKNOWN."""
-        if order.mode is None:
-            self.held = None
-            if self.is_whole and self.ranks.any_open():
-                self.waiters.room.resume(now)
-        else:
-            self.held = _PAUSED
+        self._held = order.mode is not None
+        self.asleep = self.asleep if order.asleep is None else order.asleep
+        if self.held is not None:
             self.waiters.room.hold(now)
+        elif self.is_whole and self.ranks.any_open():
+            self.waiters.room.resume(now)
         if order.mode == "abort":
             self._abort_all(now)
         if order.switches:
-            self._pause(now, (), "the weights are being updated", updates=True)
+            sleeps = order.asleep is not None
+            what = "the server changes between sleep and service" if sleeps else "the weights are being updated"
+            self._pause(now, (), what, updates=not sleeps, sleeps=sleeps)
+            if sleeps:
+                self.forget()
         self._drain(now)
         self._emit(Changed())
         if not self.is_whole and not order.switches:
             return UNKNOWN
         return sum(flight.entry is None and flight.carried for flight in self.flights.by_name.values())
 
-    def _abort_all(self, now: float) -> None:
-        """End all sequences of clients with their output so far."""
+    def cancel(self, now: float, order: Cancel) -> int:
+        """End requests. Return how many sequences of clients have not ended."""
+        self._abort_all(now, order.names)
+        self._drain(now)
+        return sum(flight.carried for flight in self.flights.by_name.values())
+
+    def forget(self) -> int:
+        """Expect no cached prefixes at the workers."""
+        self.placement.forget(range(len(self.ranks)))
+        return 0
+
+    def _abort_all(self, now: float, names: frozenset[str] | None = None) -> None:
+        """End sequences of clients with their output so far: all, or those of requests with one of these names."""
         for flight in list(self.flights.by_name.values()):
-            if flight.listener is None or not flight.carried:
+            if flight.listener is None or not flight.carried or (names is not None and not names & flight.names):
                 continue
             self.deliveries.append((now, flight.listener, flight.index, Aborted()))
             flight.listener = None
@@ -390,6 +409,13 @@ class Admission:
             self._emit(WakeAt(min(times)))
 
     # Questions.
+
+    @property
+    def held(self) -> str | None:
+        """Why no request starts, or None (`Hold`)."""
+        if self.asleep:
+            return _ASLEEP.format(level=self.asleep)
+        return _PAUSED if self._held else None
 
     def identified(self, version: str | None = None) -> dict[str, str]:
         """Return the field of answers that names the fingerprint with a version of the weights (None: the present one).
@@ -572,6 +598,7 @@ class Admission:
         planned: Iterable[int] | None = None,
         scales: bool = False,
         updates: bool = False,
+        sleeps: bool = False,
     ) -> None:
         """Open an incident, or add a report to the open one. `planned`: ranks that an operator restarts or removes."""
         incident = self.incidents.open
@@ -579,7 +606,7 @@ class Admission:
             self.is_whole = False
             incident = self.incidents.begin(now, reason)
             incident.planned = None if planned is None else frozenset(planned)
-            incident.scales, incident.updates = scales, updates
+            incident.scales, incident.updates, incident.sleeps = scales, updates, sleeps
             seconds = self._config.recovery_timeout
             self._late = now + seconds, f"the fleet was not whole again within {seconds:g} s: {reason}"
             self._emit(Began(incident))
@@ -623,14 +650,21 @@ class Admission:
         self._emit(Changed())
 
     def _pause(
-        self, now: float, leaving: Sequence[int], reason: str, *, scales: bool = False, updates: bool = False
+        self,
+        now: float,
+        leaving: Sequence[int],
+        reason: str,
+        *,
+        scales: bool = False,
+        updates: bool = False,
+        sleeps: bool = False,
     ) -> None:
         """Run nothing until the ranks in `leaving` are replaced, or the fleet has another size or other weights."""
         self.ranks.pausing = reason
         for number in leaving:
             self.ranks[number].leaving = True
         self.waiters.room.hold(now)
-        self._begin(now, reason, planned=leaving, scales=scales, updates=updates)
+        self._begin(now, reason, planned=leaving, scales=scales, updates=updates, sleeps=sleeps)
 
     # Where sequences run.
 

@@ -68,6 +68,8 @@ _VLLM_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _ENGINE = "0"
+# By level, with vLLM's names. At level 1 the KV cache is discarded, too.
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 
 
 class FleetCollector(Collector):
@@ -82,6 +84,14 @@ class FleetCollector(Collector):
         workers = self._fleet.admission.describe()["workers"]
         ready = {worker["rank"]: float(worker["state"] == "ready") for worker in workers}
         yield self._family(GaugeMetricFamily, "rank_ready", "1 if the rank takes requests, else 0.", ready)
+        family = GaugeMetricFamily(
+            "moeyard_fleet_sleep_state",
+            "1 for the state that the server is in: awake, or the level at which it sleeps.",
+            labels=("model_name", "sleep_state"),
+        )
+        for level, state in enumerate(SLEEP_STATES):
+            family.add_metric((self._model_name, state), float(level == self._fleet.admission.asleep))
+        yield family
         usage = {worker["rank"]: kv_usage([worker]) for worker in workers}
         text = "Share of a rank's KV pages that live sequences hold."
         yield self._family(GaugeMetricFamily, "kv_cache_usage_ratio", text, usage)
@@ -131,6 +141,14 @@ class VllmFleetAliases(Collector):
             if value is not None:
                 queued = self._fleet.num_queued if field == "num_waiting" else 0
                 yield self._one(_kind(field), name, text, value + queued)
+        states = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "1 for the state that the server is in: awake, or the level at which it sleeps.",
+            labels=("model_name", "engine", "sleep_state"),
+        )
+        for level, state in enumerate(SLEEP_STATES):
+            states.add_metric((self._model_name, _ENGINE, state), float(level == self._fleet.admission.asleep))
+        yield states
         usage = kv_usage(workers)
         if usage is not None:
             text = "Share of all KV pages that live sequences hold, 0 to 1."

@@ -27,7 +27,7 @@ from moeyard_router.fleet.instructions import (
 )
 from moeyard_router.fleet.link import LinkEvents, WorkerLink, gave_up
 from moeyard_router.fleet.loads import LoadsReader
-from moeyard_router.fleet.orders import Drain, Hold
+from moeyard_router.fleet.orders import Cancel, Drain, FleetOrder, Forget, Hold
 from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.records import RECENT, Phases
 from moeyard_router.fleet.ticket import Ticket
@@ -96,10 +96,18 @@ class Fleet:
         self.admission.give_up(time.monotonic(), reason)
         self._carry_out()
 
-    def obey(self, order: Drain | Hold) -> int:
-        """Carry out an order, as `Admission.drain` or `Admission.hold`."""
+    def obey(self, order: FleetOrder) -> int:
+        """Carry out an order, as `Admission.drain`, `Admission.hold` or `Admission.cancel`."""
         now, admission = time.monotonic(), self.admission
-        count = admission.hold(now, order) if isinstance(order, Hold) else admission.drain(now, order)
+        match order:
+            case Drain():
+                count = admission.drain(now, order)
+            case Hold():
+                count = admission.hold(now, order)
+            case Cancel():
+                count = admission.cancel(now, order)
+            case Forget():
+                count = admission.forget()
         self._carry_out()
         return count
 
@@ -137,6 +145,7 @@ class Fleet:
         key: str | None = None,
         rank: int | None = None,
         on_move: Callable[[float, int, int | None], None] | None = None,
+        names: frozenset[str] = frozenset(),
     ) -> Ticket:
         """Accept sequences of (prompt ids, sampling), as `Admission.submit`. Raises `ApiError` 503 and 429.
 
@@ -145,7 +154,14 @@ class Fleet:
         ticket = Ticket(self.abandon, self._announced.append, on_move)
         try:
             flights = self.admission.submit(
-                time.monotonic(), request_id, sequences, listener=ticket, client=client, key=key, rank=rank
+                time.monotonic(),
+                request_id,
+                sequences,
+                listener=ticket,
+                client=client,
+                key=key,
+                rank=rank,
+                names=names,
             )
             for flight in flights:
                 ticket.opened(flight.index, flight.name, _WAITS)
@@ -260,6 +276,8 @@ class Fleet:
                     self._metrics.recovery_seconds.observe(incident.whole_seconds or 0.0)
                 elif incident.updates:
                     self._metrics.updates.inc()
+                elif incident.sleeps:
+                    self._metrics.sleeps.inc()
                 else:
                     (self._metrics.scalings if incident.scales else self._metrics.restarts).inc()
             case Carried(sequences, recomputed_tokens):

@@ -28,6 +28,7 @@ class Flight:
     pending: estimate of the tokens that its rank computes before the next output.
     num_ranks: how often it was sent to a rank. `deaths`: how many workers were lost while they ran it.
     pauses: whether a timer will send it again.
+    names: those by which its client may end the request.
     left: ranks that were asked to abort it, so that another could continue it, and have not confirmed.
     """
 
@@ -52,6 +53,7 @@ class Flight:
     num_ranks: int = 0
     pauses: bool = False
     deaths: int = 0
+    names: frozenset[str] = frozenset()
     left: frozenset[int] = frozenset()
 
     @property

@@ -1,4 +1,4 @@
-"""Orders of a launcher: ranks that drain or are about to be replaced, and pauses. Pure."""
+"""Orders of a launcher: ranks that drain or are about to be replaced, pauses, and requests that end. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -29,8 +29,28 @@ class Hold:
     run. None: start requests again.
 
     The answer is the number of sequences that have started and not ended. `switches`: the weights are about to change,
-    so nothing runs until the workers are replaced.
+    so nothing runs until the workers are replaced. `asleep`: the level at which the server sleeps from now on, 0 if it
+    is awake. None: no change. A server that sleeps starts no requests, paused or not.
     """
 
     mode: Literal["abort", "wait", "keep"] | None
     switches: bool = False
+    asleep: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    """End the requests with these `names` with their output so far, None: all requests.
+
+    The answer is the number of sequences of clients that have not ended, queued ones included.
+    """
+
+    names: frozenset[str] | None = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Expect no cached prefixes at the workers. The answer is 0."""
+
+
+FleetOrder = Drain | Hold | Cancel | Forget

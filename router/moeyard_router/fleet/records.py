@@ -22,7 +22,8 @@ class IncidentRecord:
     carried, recomputed_tokens: sequences that continued on another rank or connection, and their tokens that no cache
         was expected to hold.
     planned: the ranks that an operator restarted or removed. None for any other incident.
-    scales: whether the number of ranks changed on purpose. `updates`: whether the weights did.
+    scales: whether the number of ranks changed on purpose. `updates`: whether the weights did. `sleeps`: whether the
+        server fell asleep or woke up.
     launcher: the launcher's facts.
     """
 
@@ -39,6 +40,7 @@ class IncidentRecord:
     planned: frozenset[int] | None = None
     scales: bool = False
     updates: bool = False
+    sleeps: bool = False
     launcher: Mapping[str, Any] | None = None
 
     def report(self, now: float, reason: str, rank: int | None) -> None:

@@ -17,6 +17,7 @@ from moeyard_router.api.endpoints import CountEndpoint, GenerateEndpoint, Servic
 from moeyard_router.errors import ApiError, no_route, unknown_model
 from moeyard_router.fleet.health import Health
 from moeyard_router.http.credentials import KeyRing
+from moeyard_router.http.engine_info import EngineInfo
 from moeyard_router.http.gate import MODELS, RequestGate
 from moeyard_router.http.live import LiveView, page_routes
 from moeyard_router.http.openapi import Documents
@@ -31,6 +32,7 @@ def create_app(services: Services, *, health: Health, keys: KeyRing, siblings: S
     """Return the app of a fleet that the caller starts and stops."""
     live = LiveView(services, health, siblings)
     pages = _Pages(services, health, siblings)
+    info = EngineInfo(services, live)
     documents = Documents(services.config)
 
     def page(data: Callable[[], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
@@ -43,6 +45,7 @@ def create_app(services: Services, *, health: Health, keys: KeyRing, siblings: S
         Route("/v1/completions", GenerateEndpoint(services, "completion"), methods=["POST"]),
         Route("/v1/chat/completions", GenerateEndpoint(services, "chat"), methods=["POST"]),
         Route("/inference/v1/generate", GenerateEndpoint(services, "generate"), methods=["POST"]),
+        Route("/generate", GenerateEndpoint(services, "sglang"), methods=["POST"]),
         Route("/v1/responses", GenerateEndpoint(services, "response"), methods=["POST"]),
         Route("/v1/messages", GenerateEndpoint(services, "message"), methods=["POST"]),
         Route("/v1/messages/count_tokens", CountEndpoint(services, "count_tokens"), methods=["POST"]),
@@ -54,11 +57,15 @@ def create_app(services: Services, *, health: Health, keys: KeyRing, siblings: S
         Route("/v1/fleet/live", page(live.now)),
         Route("/v1/fleet/experts", page(live.experts)),
         Route("/v1/fleet/incidents", page(live.incidents)),
+        *(Route(path, page(info.model)) for path in ("/model_info", "/get_model_info")),
+        *(Route(path, page(info.server)) for path in ("/server_info", "/get_server_info")),
+        Route("/v1/loads", page(info.loads)),
         *page_routes(),
         *trainer_routes(None if services.config.control is None else services.config.control[0]),
         Route("/livez", pages.livez),
         Route("/readyz", pages.readyz),
         Route("/health", pages.readyz),  # vLLM's name
+        Route("/health_generate", pages.readyz),  # SGLang's name
         Route("/ping", pages.readyz, methods=["GET", "POST"]),  # SageMaker's name
         Route("/version", page(pages.version)),
         Route("/openapi.json", documents.openapi),

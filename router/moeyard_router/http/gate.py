@@ -29,7 +29,7 @@ access_log = logging.getLogger("moeyard.access")
 
 MODELS = "/v1/models"
 # Probes carry no key and no meaningful Host header.
-PROBES = frozenset(("/livez", "/readyz", "/health", "/ping"))
+PROBES = frozenset(("/livez", "/readyz", "/health", "/health_generate", "/ping"))
 METRICS = frozenset(("/metrics", "/metrics/targets"))
 # Browsers load these pages and /static/ without a key. They contain only this program's text; the data that they fetch
 # needs a key.
@@ -101,7 +101,8 @@ class RequestGate:
                     await sending({"type": "http.response.body", "body": b"", "more_body": False})
                     return
                 record.key_name = self._check_key(scope["path"], headers)
-                if scope["method"] == "POST" and not _is_json(headers.get(b"content-type", b"")):
+                kind = headers.get(b"content-type", b"")
+                if scope["method"] == "POST" and not (_is_json(kind) or _is_empty_posts(kind, scope["path"])):
                     raise ApiError(415, _NOT_JSON, reason="not_json")
             await self._app(scope, receive, sending)
         except ApiError as error:  # raised by the checks above; the app answers its own errors
@@ -196,6 +197,11 @@ class RequestGate:
 
 def _is_preflight(scope: Scope, headers: dict[bytes, bytes]) -> bool:
     return scope["method"] == "OPTIONS" and b"origin" in headers and b"access-control-request-method" in headers
+
+
+def _is_empty_posts(content_type: bytes, path: str) -> bool:
+    """Return whether this is what aiohttp sends for a POST without a body. Web pages need a preflight for it."""
+    return content_type == b"application/octet-stream" and path in TRAINERS
 
 
 def _is_json(content_type: bytes) -> bool:

@@ -30,6 +30,7 @@ from moeyard_router.api.schema import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from moeyard_router.api.sglang import SglangRequest
 from moeyard_router.api.token_ids import GenerateRequest
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ANTHROPIC_PATH
@@ -72,6 +73,9 @@ def _fields(vocab_size: int) -> dict[tuple[str, str], dict[str, Any]]:
         ("TokenSampling", "stop"): stop,
         ("TokenSampling", "trace_decode_token_ids"): {"anyOf": [ids, null]},
         ("GenerateRequest", "token_ids"): ids,
+        ("SglangSampling", "stop"): stop,
+        ("SglangRequest", "text"): {"anyOf": [text, texts, null]},
+        ("SglangRequest", "input_ids"): {"anyOf": [ids, _list_of(ids), null]},
         ("DetokenizeRequest", "tokens"): {"type": "array", "items": ids["items"]},
         ("Function", "name"): tool_name,
         ("FunctionTool", "name"): tool_name,
@@ -156,6 +160,7 @@ _POSTS: tuple[tuple[str, str, type[BaseModel], str, bool], ...] = (
     ("/v1/chat/completions", "Answer a chat, whole or as a stream.", ChatRequest, "ChatCompletion", True),
     ("/v1/completions", "Continue texts or token ids, whole or as a stream.", CompletionRequest, "Completion", True),
     ("/inference/v1/generate", "Continue token ids with token ids.", GenerateRequest, "Generated", True),
+    ("/generate", "SGLang's API: continue token ids or texts.", SglangRequest, "SglangGenerated", True),
     ("/v1/responses", "OpenAI's Responses API, whole or as a stream.", ResponsesRequest, "Response", True),
     ("/v1/messages", "Anthropic's Messages API, whole or as a stream.", MessagesRequest, "Message", True),
     ("/v1/messages/count_tokens", "Count the tokens of such a prompt.", CountTokensRequest, "TokenCount", False),
@@ -166,6 +171,7 @@ _STATES = (
     ("/livez", "get", "200 while the router runs and the fleet may recover."),
     ("/readyz", "get", "200 if a request would run now."),
     ("/health", "get", "/readyz under vLLM's name."),
+    ("/health_generate", "get", "/readyz under SGLang's name."),
     ("/ping", "get", "/readyz under SageMaker's name."),
     ("/ping", "post", "/readyz under SageMaker's name."),
 )
@@ -188,6 +194,15 @@ OPERATIONS = (
     Operation(path="/v1/fleet/live", text="The data of the dashboard: fleet, totals, last requests.", reply="Live"),
     Operation(path="/v1/fleet/experts", text="Rows that each expert computed, per rank.", reply="Experts"),
     Operation(path="/v1/fleet/incidents", text="The latest losses, and how the fleet recovered.", reply="Incidents"),
+    *(
+        Operation(path=path, text="SGLang's facts of the model.", reply="EngineModel")
+        for path in ("/model_info", "/get_model_info")
+    ),
+    *(
+        Operation(path=path, text="SGLang's facts of the server.", reply="EngineServer")
+        for path in ("/server_info", "/get_server_info")
+    ),
+    Operation(path="/v1/loads", text="Sequences of each rank, in SGLang's form.", reply="EngineLoads"),
     Operation(path="/version", text="The version of this program.", reply="Version"),
     *(
         Operation(path=path, text=text, method=method, reply="State", errors=(503,), needs_key=False)

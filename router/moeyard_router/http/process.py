@@ -1,7 +1,7 @@
 """A router process, which may share its port with others, and its messages to and from the launcher.
 
-It sends `Ready`, `WorkerLost`, `Replaced`, and `Drained` in answer to each `Drain` or `Hold`. It receives `Replace`,
-`Drain`, `Hold`, `GiveUp` and `Stop`. The workers end with the launcher. Then the router ends open requests with an
+It sends `Ready`, `WorkerLost`, `Replaced`, and `Drained` in answer to each order (`FleetOrder`). It receives `Replace`,
+orders, `GiveUp` and `Stop`. The workers end with the launcher. Then the router ends open requests with an
 error and exits.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import uvloop
 
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.fleet.orders import Drain, Hold
+from moeyard_router.fleet.orders import FleetOrder
 from moeyard_router.http.server import RouterServer, freeze_start_up
 from moeyard_router.http.siblings import Siblings
 
@@ -138,7 +138,7 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
             message = GiveUp("moeyard serve has ended, and its workers with it")
         if isinstance(message, Replace):
             server.replace_workers(message.workers, lambda: pipe.send(Replaced()), message.incident)
-        elif isinstance(message, Drain | Hold):
+        elif isinstance(message, FleetOrder):
             server.obey(message, lambda sequences: pipe.send(Drained(sequences)))
         elif isinstance(message, GiveUp):
             server.give_up(message.reason)

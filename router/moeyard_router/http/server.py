@@ -25,7 +25,7 @@ from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.collector import FleetCollector, VllmAliases, VllmFleetAliases
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
-from moeyard_router.fleet.orders import Drain, Hold
+from moeyard_router.fleet.orders import FleetOrder
 from moeyard_router.http.app import create_app
 from moeyard_router.http.connection import ChunkOutbox, ConnectionProtocol
 from moeyard_router.http.credentials import Certificate, KeyRing, keep_fresh, open_certificate
@@ -168,7 +168,7 @@ class RouterServer:
 
         self._in_loop(replace)
 
-    def obey(self, order: Drain | Hold, then: Callable[[int], None]) -> None:
+    def obey(self, order: FleetOrder, then: Callable[[int], None]) -> None:
         """Carry out an order. Then call `then` in the loop with its answer."""
 
         def obey() -> None:

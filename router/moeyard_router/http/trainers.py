@@ -17,10 +17,15 @@ from moeyard_router.errors import ApiError
 # The launcher's paths, with their methods (deploy/moeyard/fleet/weights_api.py).
 PATHS = MappingProxyType(
     {
-        **dict.fromkeys(("/update_weights_from_disk", "/pause_generation", "/continue_generation"), "POST"),
-        **dict.fromkeys(("/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update"), "POST"),
-        **dict.fromkeys(("/update_weights", "/finish_weight_update", "/weight_checker"), "POST"),
-        **dict.fromkeys(("/is_paused", "/weight_info", "/get_weight_version", "/get_world_size"), "GET"),
+        **dict.fromkeys(("/update_weights_from_disk", "/pause_generation", "/continue_generation"), ("POST",)),
+        **dict.fromkeys(("/pause", "/resume", "/init_weight_transfer_engine", "/start_weight_update"), ("POST",)),
+        **dict.fromkeys(("/update_weights", "/finish_weight_update", "/weight_checker", "/weights_checker"), ("POST",)),
+        **dict.fromkeys(("/abort_request", "/abort_requests", "/reset_prefix_cache"), ("POST",)),
+        "/flush_cache": ("GET", "POST"),
+        **dict.fromkeys(("/sleep", "/wake_up"), ("POST",)),
+        **dict.fromkeys(("/release_memory_occupation", "/resume_memory_occupation"), ("POST",)),
+        "/is_sleeping": ("GET",),
+        **dict.fromkeys(("/is_paused", "/weight_info", "/get_weight_version", "/get_world_size"), ("GET",)),
     }
 )
 # The most bytes of a request's body, here and at the control socket.
@@ -41,7 +46,7 @@ def trainer_routes(control: Path | None) -> list[Route]:
                 return _failed(413, f"the request body is larger than {MAX_BODY} bytes")
         return await _passed(control, f"{request.method} {request.url.path}{query}", body)
 
-    return [Route(path, endpoint, methods=[method]) for path, method in PATHS.items()]
+    return [Route(path, endpoint, methods=list(methods)) for path, methods in PATHS.items()]
 
 
 async def _passed(control: Path, line: str, body: bytes) -> Response:

@@ -332,6 +332,29 @@ class ExpertCache:
         order = [staged.packed.get(key) or slots.pack(self._filling(*key)) for key in self._residents()]
         slots.rearrange([*order, *[None] * self._num_passing])
 
+    @property
+    def regions(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of all slots. Empty if each slot has memory of its own, which `give_back` frees."""
+        return self._slots.regions
+
+    def give_back(self) -> int:
+        """Free the memory of all slots until `refill` or `replace_from`. Return its bytes."""
+        slots = self._slots
+        assert isinstance(slots, MovableSlots), "the slots of this backend are its `regions`"
+        slots.rearrange([None] * (self.num_slots + self._num_passing))
+        return self.num_slots * self._expert_bytes
+
+    def refill(self) -> None:
+        """Fill the slots with the experts that they had, from the store. Tensors of all experts were kept outside."""
+        if self._residency is not None:
+            self.stats.bytes_copied += self._residency.start()
+        elif isinstance(self._slots, MovableSlots):
+            self.replace_from(self._source)
+
+    def replace_from(self, source: ExpertSource) -> None:
+        """Fill the slots from a source, which may be of other weights. Call this between steps."""
+        self.replace(StagedExperts(source, {}))
+
     def stored(self) -> Iterator[tuple[ExpertKey, tuple[torch.Tensor, ...]]]:
         """Yield (layer, global id) and the memory of each expert that this rank holds for good.
 

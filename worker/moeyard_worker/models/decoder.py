@@ -11,7 +11,7 @@ from moeyard_kernels.types.matrix import Matrix
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts, Mlp, Moe
-from moeyard_worker.layers.overwriting import overwrite
+from moeyard_worker.layers.overwriting import overwrite, tensors
 from moeyard_worker.layers.residual import AddNormStreams, HyperStreams, Residual, Streams
 from moeyard_worker.layers.rope import rope_table
 from moeyard_worker.layers.routing import StepRouting
@@ -115,6 +115,7 @@ class Decoder:
         kinds = {attention.rope for attention in config.attention if attention.rope is not None}
         ropes = {k: rope_table(k, max_position=config.max_position, device=backend.device) for k in kinds}
 
+        self._ropes = ropes
         streams, dtype = self.streams, self._embed.dtype
 
         # Without `self`, so that a model is freed as soon as another takes its place.
@@ -149,6 +150,10 @@ class Decoder:
         # The last of them leads to the head, whose rows may be wider (`HyperStreams.last`).
         self._one_of_each = [*zip(of_each, [*(layer.site for layer in of_each[1:]), last], strict=True)]
         self._lm_head: Matrix = Matrix.plain(self._embed) if spec.lm_head is None else load(spec.lm_head)
+
+    def shared(self) -> list[torch.Tensor]:
+        """Return the tensors that layers share, which `overwrite` leaves alone."""
+        return [tensor for _, tensor in tensors((self._ropes, self.streams), "shared", {id(self._backend)})]
 
     def overwrite(self, spec: ModelSpec, load: Load) -> None:
         """Load weights into the memory of the present ones. Raises ValueError as `overwrite` of layers."""

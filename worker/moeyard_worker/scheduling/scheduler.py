@@ -176,6 +176,10 @@ class Scheduler:
                 forced_only = request.forced and request.sampling.prompt_logprobs is None
                 request.num_scored = len(request.prompt) - 1 if forced_only else 0
 
+    def forget_prefixes(self) -> None:
+        """Drop the prefix index and its snapshots. Requests keep what they hold."""
+        self._holdings.pool.forget()
+
     def schedule(self, now: float, *, beside_output: bool = False) -> Step:
         """Plan the next step. Steps with chunks must be completed by `complete`, in order of planning.
 

@@ -237,7 +237,7 @@ class RayFleet:
     def state(self) -> FleetState:
         """Return what trainers may know. From any thread."""
         ranks = self._machine.ranks
-        return FleetState(weights=ranks.weights, paused=ranks.paused, size=ranks.size)
+        return FleetState(weights=ranks.weights, paused=ranks.paused, asleep=ranks.asleep, size=ranks.size)
 
     def _close(self, reason: str) -> None:
         """Refuse all commands, also those under way."""

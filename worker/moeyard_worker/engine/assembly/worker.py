@@ -7,7 +7,7 @@ called at any time, in any thread. A rank that joins later loads before it meets
 plain values.
 
 New weights: `stage_weights` while steps run, then `discard_weights`; or between two epochs `use_weights`, then
-`rebind`.
+`rebind`. Sleep: between two epochs `sleep`, and later `wake`.
 """
 
 import hashlib
@@ -34,6 +34,7 @@ from moeyard_worker.config.worker_spec import ServedWeights, WorkerSpec
 from moeyard_worker.engine.assembly.device import make_device
 from moeyard_worker.engine.assembly.fingerprint import fingerprint
 from moeyard_worker.engine.assembly.fitting import Planner, plan_or_suggest, ran_out
+from moeyard_worker.engine.assembly.sleeping import Sleeper, Source
 from moeyard_worker.engine.assembly.topology import bind_mesh, patience, settle_exchange
 from moeyard_worker.engine.loop.faults import out_of_memory
 from moeyard_worker.engine.loop.frontend import Frontend
@@ -43,6 +44,7 @@ from moeyard_worker.engine.loop.metrics import WorkerMetrics
 from moeyard_worker.engine.memory.host_memory import available_memory
 from moeyard_worker.engine.memory.plan import MemoryPlan, exchange_shape, fetch_shape, plan_with_fetch
 from moeyard_worker.engine.sampling.grammars import Grammars
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.engine.steps.runner import Loaded, Runner
 from moeyard_worker.exchange.factory import build_exchange
 from moeyard_worker.exchange.membership.frames import Phase
@@ -248,7 +250,9 @@ class Worker:
                 routing_bytes=routing.row_bytes if routing and config.enable_return_routed_experts else 0,
             )
         )
-        step_runner = self.runner = self._device.step_runner(runner, config, plan)
+        self._sleeper = Sleeper(self._device, runner, experts)
+        self._resume = partial(self._device.step_runner, runner, config, plan)
+        step_runner = self.runner = self._resume()
         prepared = time.perf_counter()
         self.grammars = Grammars.of_directory(
             config.model_path, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
@@ -354,7 +358,10 @@ class Worker:
         found = check_weights(self._spec.config, self._model, weights)
         assert isinstance(found, CheckedCheckpoint), "new weights are files"
         change: Callable[[], None]
-        if isinstance(self.runner, Runner):
+        if self._sleeper.level:
+            read_through(found, self._dtype, self.experts.owned_keys())
+            change = partial(self._sleeper.change_weights, self._dense_bytes(found))
+        elif isinstance(self.runner, Runner):
             self._check_room(found)
             source = self._open(found)
             model, experts = self.runner.assemble(found.spec, source.load), self.experts.stage(source)
@@ -389,6 +396,73 @@ class Worker:
         self._engine.change_weights(weights.version, facts["fingerprint"])
         return facts
 
+    def check_sleep(self) -> None:
+        """Raise ValueError if this rank cannot sleep."""
+        if (problem := self._sleeper.refusal()) is not None:
+            raise ValueError(f"rank {self._spec.rank}: {problem}")
+
+    def sleep(self, level: int) -> int:
+        """Free memory (`sleeping.py`) until `wake`. Call it between two epochs. Return the bytes freed.
+
+        A second call may raise the level.
+        """
+        assert self._engine is not None, "a rank loads before it sleeps"
+        if level <= self._sleeper.level:
+            return 0
+        self._device.activate()
+        self.discard_weights()
+        if isinstance(self.runner, GpuRunner):
+            self.runner.release()
+        # Nothing may hold the captured steps now, or their memory stays.
+        self.runner = self._sleeper.runner
+        self._engine.use_runner(self.runner)
+        freed = self._sleeper.sleep(level, self._dense_bytes(self.checkpoint))
+        self._renew()
+        log.info("rank %d sleeps (level %d) and has freed %s", self._spec.rank, level, format_size(freed))
+        return freed
+
+    def check_wake(self) -> None:
+        """Raise ValueError if there is no room to wake. Nothing changes."""
+        needed, free = self._sleeper.needs, self._free()
+        if needed > free:
+            raise ValueError(
+                f"rank {self._spec.rank} needs {format_size(needed)} to wake and has {format_size(free)}; free memory, "
+                "and try again"
+            )
+
+    def wake(self) -> int:
+        """End `sleep` between two epochs, with fresh state and the present weights. Return the bytes taken.
+
+        A second call does nothing. Raises the error of a file that cannot be read any more, or of missing memory. Then
+        the rank must be replaced.
+        """
+        assert self._engine is not None, "a rank loads before it sleeps"
+        taken = self._sleeper.needs
+        if self._sleeper.level:
+            self._device.activate()
+            self.runner = self._sleeper.wake(self.checkpoint.spec, self._opened, self._resume)
+            self._engine.use_runner(self.runner)
+            self._renew()
+            log.info("rank %d has woken up and taken %s", self._spec.rank, format_size(taken))
+        return taken
+
+    def _opened(self) -> Source:
+        return open_weights(
+            self.checkpoint, self._device.backend, self._dtype, self._device.staging(), lambda written: None
+        )
+
+    def _renew(self) -> None:
+        """Have the engine drop what it has computed when the next epoch begins."""
+        assert self._engine is not None, "a rank loads before it sleeps"
+        self._engine.change_weights(self._weights.version, self._facts(self.checkpoint)["fingerprint"])
+
+    def _dense_bytes(self, checkpoint: CheckedCheckpoint | DummyCheckpoint) -> int:
+        return checkpoint.resident_bytes(str(self._dtype).removeprefix("torch."), self._device.footprints)
+
+    def _free(self) -> int:
+        """Return the free bytes of this rank's memory, its share if ranks of the host share it."""
+        return self._device.available() // (self._ranks_on_host if self._device.shared else 1)
+
     def _facts(self, checkpoint: CheckedCheckpoint | DummyCheckpoint) -> dict[str, Any]:
         found = fingerprint(self._spec.config, checkpoint, self._model, device=self._device.name)
         return {"weights": dict(checkpoint.identity), "fingerprint": found}
@@ -403,9 +477,8 @@ class Worker:
 
     def _check_room(self, checkpoint: CheckedCheckpoint) -> None:
         """Raise ValueError if there is no room for the new weights beside the present ones."""
-        dense = checkpoint.resident_bytes(str(self._dtype).removeprefix("torch."), self._device.footprints)
-        needed = dense + self.experts.num_slots * self._form.blob_bytes
-        free = self._device.available() // (self._ranks_on_host if self._device.shared else 1)
+        needed = self._dense_bytes(checkpoint) + self.experts.num_slots * self._form.blob_bytes
+        free = self._free()
         if needed > free:
             raise ValueError(
                 f"new weights take {format_size(needed)} beside the present ones until these are freed, and rank "
@@ -436,6 +509,11 @@ class Worker:
     def _pause(self, *, paused: bool) -> None:
         assert self._engine is not None, "a rank loads before it pauses"
         self._engine.pause(paused=paused)
+
+    def forget_prefixes(self) -> None:
+        """Drop the cached prefixes. Requests that come later compute their prompts."""
+        assert self._engine is not None, "a rank loads before it caches"
+        self._engine.forget_prefixes()
 
     def weight_checksums(self) -> dict[str, str]:
         """Return SHA-256 digests of the weights in this rank's memory, by name, in the layout of its kernels."""
@@ -508,6 +586,9 @@ def checksum(parts: Iterable[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for each in parts:
         plain = each if each.layout == torch.strided else each.to_dense()
+        for dim, stride in enumerate(plain.stride()):
+            # Expanded tensors have the size of what they stand for, which may exceed the memory.
+            plain = plain if stride else plain.narrow(dim, 0, min(1, plain.shape[dim]))
         digest.update(plain.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 

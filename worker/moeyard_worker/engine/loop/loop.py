@@ -143,7 +143,7 @@ class Engine:
         self._next: tuple[Mesh, int, Placement] | None = None  # the arguments of `rejoin`
         self._ending: tuple[int, str] | None = None  # the epoch to end, and why
         self._weights: tuple[str, str] | None = None  # the arguments of `change_weights`
-        self._paused = False
+        self._paused = self._forgets = False
         self._stopping = False
 
     def stop(self) -> None:
@@ -176,6 +176,15 @@ class Engine:
         self._paused = paused
         self._poller.wake()
 
+    def use_runner(self, runner: Runner | GpuRunner) -> None:
+        """Launch steps by another runner from the next epoch on. Call it between two epochs."""
+        self._runner = runner
+
+    def forget_prefixes(self) -> None:
+        """Drop the cached prefixes between two steps. Any thread."""
+        self._forgets = True
+        self._poller.wake()
+
     def close(self) -> None:
         """Close the exchange and the poller after `run` has returned. Later calls of `stop` do nothing."""
         self._exchange.close()
@@ -204,6 +213,9 @@ class Engine:
             self._begin_epoch(*self._next)
         if self._ending is not None and self._ending[0] == self.epoch and not self.failure:
             self._lose(ExchangeError(self.mesh.fail(self._ending[1], planned=True)))
+        if self._forgets:
+            self._forgets = False
+            self._scheduler.forget_prefixes()
         self._take_messages()
         if self._paused:
             self._scheduler.hold(time.monotonic())

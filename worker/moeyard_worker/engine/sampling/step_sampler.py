@@ -126,6 +126,11 @@ class StepSampler:
     def _chains(self) -> list[SamplingChain]:
         return [chain for chain in _CHAINS if not (chain.edits and self._verifies)]
 
+    def release(self) -> None:
+        """Free all captured graphs."""
+        self._graphs.clear()
+        self.replayed = None
+
     @property
     def num_graphs(self) -> int:
         """The number of captured graphs."""

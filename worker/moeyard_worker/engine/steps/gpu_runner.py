@@ -110,6 +110,12 @@ class GpuRunner:
         # Graphs of the last step without drafts, in order; empty if a part of it was launched eagerly.
         self.replayed: tuple[torch.cuda.CUDAGraph, ...] = ()
 
+    def release(self) -> None:
+        """Free all captured steps. This runner launches no more."""
+        self._graphs.release()
+        self._sampler.release()
+        self._exchange.steps.release_graphs = lambda: None
+
     def overwrite(self, spec: ModelSpec, load: Load) -> None:
         """Load other dense weights to the addresses that captured steps read. No step may be in flight."""
         self._runner.overwrite(spec, load)

@@ -43,7 +43,7 @@ class StepGraphs:
     def __init__(self, program: Callable[[StepSize], StepProgram], exchange: Exchange, backend: StepBackend) -> None:
         self._program, self._exchange, self._backend = program, exchange, backend
         self._per_epoch = exchange.traits.graphs_per_epoch
-        exchange.steps.release_graphs = self._release
+        exchange.steps.release_graphs = self.release
         # Smallest first: a step uses the first size that holds it.
         self.sizes: tuple[StepSize, ...] = ()
         self.captured: dict[StepSize, CapturedStep] = {}
@@ -111,7 +111,7 @@ class StepGraphs:
             found = self.captured[size] = CapturedStep(program, graphs)
         return found
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Free all graphs, for `ExchangeSteps.release_graphs`. Any thread may call it."""
         captured, self.captured = self.captured, {}
         if not captured:

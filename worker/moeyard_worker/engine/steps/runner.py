@@ -125,6 +125,14 @@ class Runner:
         )
         return Loaded(model, speculation)
 
+    def states(self) -> list[torch.Tensor]:
+        """Return the state arrays of all layers."""
+        return [each for arrays in self._state.values() for each in arrays.values()]
+
+    def drop(self) -> None:
+        """Forget the dense weights until `use`. No step may run."""
+        del self.model, self.speculation
+
     def use(self, loaded: Loaded) -> None:
         """Compute with this model from the next step on. Not for captured steps, which hold the addresses of weights:
         see `overwrite`."""
