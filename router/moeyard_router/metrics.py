@@ -15,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 # Seconds. The buckets for tokens and requests are those of docs/metrics.md, for router and workers.
 TOKEN_BUCKETS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03),
-    *(0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
+    *(0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0, 2.5),
 )
 REQUEST_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15),

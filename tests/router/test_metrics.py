@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from moeyard_worker.protocol import STEP_ROWS, Snapshot
 
 TOKEN = [0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03]
-TOKEN += [0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5]
+TOKEN += [0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1, 2.5]
 REQUEST = [0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 60, 120]
 LENGTH = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 BUCKETS = {

@@ -22,7 +22,7 @@ from moeyard_worker.scheduling.scheduler import Scheduler
 REQUEST_BUCKETS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75)
 REQUEST_BUCKETS += (1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0)
 STEP_BUCKETS: tuple[float, ...] = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05)
-STEP_BUCKETS += (0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+STEP_BUCKETS += (0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0, 2.5)
 EXCHANGE_BUCKETS: tuple[float, ...] = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 0.0016, 0.0032, 0.0064, 0.0128)
 EXCHANGE_BUCKETS += (0.05, 0.25, 1.0, 5.0)
 LABELS = ("model_name", "rank")
