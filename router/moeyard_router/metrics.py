@@ -15,7 +15,7 @@ from prometheus_client.utils import floatToGoString
 # Seconds. The buckets for tokens and requests are those of docs/metrics.md, for router and workers.
 TOKEN_BUCKETS = (
     *(0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03),
-    *(0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
+    *(0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0, 2.5),
 )
 REQUEST_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15),
@@ -81,10 +81,19 @@ class RouterMetrics:
         self.decode = histogram(
             "request_decode_seconds", "Per choice: from its first token to its last.", REQUEST_BUCKETS
         )
+        self.inference = histogram(
+            "request_inference_seconds", "Per choice: from its start at the worker to its last token.", REQUEST_BUCKETS
+        )
+        self.computed_length = histogram(
+            "request_prefill_kv_computed_tokens", "Prompt tokens of a choice that were not cached.", LENGTH_BUCKETS
+        )
         self.max_tokens = histogram("request_params_max_tokens", "Output limit of a choice.", LENGTH_BUCKETS)
         self.params_n = histogram("request_params_n", "Choices per prompt of a request.", CHOICE_BUCKETS)
         self.prompt_tokens = made(
             Counter, "prompt_tokens", "Prompt tokens of requests that got a first token, or asked for none."
+        )
+        self.cached_prompt_tokens = made(
+            Counter, "prompt_tokens_cached", "Prompt tokens of the same requests that a prefix index held."
         )
         self._success = made(Counter, "request_success", "Choices ended, by reason.", "finished_reason")
         self._rejections = made(Counter, "rejections", "Requests refused, by reason.", "reason")
@@ -120,6 +129,14 @@ class RouterMetrics:
             "router_queue_seconds", "Wait at the router of a request that started after it.", REQUEST_BUCKETS
         )
         self._cut = made(Counter, "connections_cut", "Connections that the router cut, by reason.", "reason")
+        # These series exist from the start, so that alerts and panels see the first event as an increase.
+        for counter, labels in (
+            (self._success, ("stop", "length", "abort", "error")),
+            (self._rejections, ("queue_full", "queue_timeout", "overload")),
+            (self._cut, ("slow_reader",)),
+        ):
+            for label in labels:
+                counter.labels(model_name, label)
         self._workers = made(Gauge, "workers", "Workers by state.", "state", registry=self.fleet)
         ProcessCollector(registry=self.registry)
 

@@ -45,6 +45,7 @@ SUITES = {
     "anthropic": Suite(("anthropic",), "with_anthropic.py"),
     "litellm": Suite(("litellm",), "with_litellm.py"),
     "langchain": Suite(("langchain-openai",), "with_langchain.py"),
+    "generated": Suite(("openapi-python-client",), "with_generated.py"),
     "pydantic_ai": Suite(("pydantic-ai-slim[openai]",), "with_pydantic_ai.py"),
     "lm_eval": Suite(("lm_eval", "transformers", "aiohttp", "tenacity", "tiktoken"), "with_lm_eval.py"),
     "aiperf": Suite(

@@ -1,4 +1,4 @@
-"""Shared by the deployment tests: Prometheus' programs, the dashboard's queries and the names of all metrics."""
+"""Shared by the deployment tests: Prometheus' programs, the dashboards' queries and the names of all metrics."""
 
 import json
 import logging
@@ -26,16 +26,25 @@ ROUTER_HISTOGRAMS = (
     "moeyard_request_queue_seconds",
     "moeyard_request_prefill_seconds",
     "moeyard_request_decode_seconds",
+    "moeyard_request_inference_seconds",
+    "moeyard_request_prefill_kv_computed_tokens",
     "moeyard_request_params_max_tokens",
     "moeyard_request_params_n",
+    "moeyard_router_queue_seconds",
     "moeyard_http_request_duration_seconds",
     "moeyard_recovery_seconds",
 )
 ROUTER_OTHERS = (
     "moeyard_prompt_tokens_total",
+    "moeyard_prompt_tokens_cached_total",
     "moeyard_request_success_total",
     "moeyard_rejections_total",
     "moeyard_num_requests_inflight",
+    "moeyard_num_requests_queued",
+    "moeyard_connections_cut_total",
+    "moeyard_worker_restarts_total",
+    "moeyard_fleet_scalings_total",
+    "moeyard_weight_updates_total",
     "moeyard_workers",
     "moeyard_http_requests_total",
     "moeyard_output_tokens_total",
@@ -76,6 +85,11 @@ WORKER_OTHERS = (
     "moeyard_kv_dropped_tokens_total",
     "moeyard_prefix_cache_query_tokens_total",
     "moeyard_prefix_cache_hit_tokens_total",
+    "moeyard_state_snapshots",
+    "moeyard_state_snapshots_taken_total",
+    "moeyard_state_snapshots_used_total",
+    "moeyard_state_snapshots_evicted_total",
+    "moeyard_routing_records_dropped_total",
     "moeyard_preemptions_total",
     "moeyard_engine_steps_total",
     "moeyard_expert_cache_hits_total",
@@ -95,6 +109,8 @@ WORKER_OTHERS = (
     "moeyard_refused_total",
     "moeyard_build_info",
 )
+# Known names that a fleet on CPUs does not export.
+GPU_HISTOGRAMS = ("moeyard_step_device_seconds",)
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +129,7 @@ def restored_logging() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def histograms() -> tuple[str, ...]:
     """Base names of all histograms."""
-    return ROUTER_HISTOGRAMS + WORKER_HISTOGRAMS
+    return ROUTER_HISTOGRAMS + WORKER_HISTOGRAMS + GPU_HISTOGRAMS
 
 
 @pytest.fixture(scope="session")
@@ -145,23 +161,36 @@ def program() -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
-def dashboard() -> dict[str, Any]:
-    return json.loads((ROOT / "deploy/grafana/dashboards/moeyard.json").read_text())
+def dashboards() -> dict[str, dict[str, Any]]:
+    """Name -> Grafana's JSON."""
+    files = sorted((ROOT / "deploy/grafana/dashboards").glob("*.json"))
+    return {file.stem: json.loads(file.read_text()) for file in files}
 
 
 @pytest.fixture(scope="session")
-def dashboard_queries(dashboard: dict[str, Any]) -> list[tuple[str, str]]:
-    """(panel and legend, PromQL) of every query, with Grafana's variables replaced by their values."""
+def dashboard_queries(dashboards: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Dashboard, panel and legend -> PromQL with Grafana's variables replaced by values."""
     values = (("$__rate_interval", "1m"), ("$rank", ".*"), ("$job", ".*"), ("$model_name", "demo"))
-    queries = []
-    for panel in dashboard["panels"]:
-        for target in panel.get("targets", []):
-            query = target["expr"]
-            for variable, value in values:
-                query = query.replace(variable, value)
-            assert "$" not in query, f"{panel['title']}: unknown variable in {query}"
-            queries.append((f"{panel['title']} / {target['legendFormat']}", query))
+    values += (("$percentile", "0.95"),)
+    queries = {}
+    for name, dashboard in dashboards.items():
+        for panel in dashboard["panels"]:
+            for target in panel.get("targets", []):
+                query = target["expr"]
+                for variable, value in values:
+                    query = query.replace(variable, value)
+                assert "$" not in query, f"{panel['title']}: unknown variable in {query}"
+                title = f"{name} / {panel['title']} / {target['legendFormat']}"
+                assert title not in queries, title
+                queries[title] = query
     return queries
+
+
+@pytest.fixture(scope="session")
+def alerts() -> dict[str, str]:
+    """Name -> expression."""
+    groups = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())["groups"]
+    return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"] if "alert" in rule}
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def test_is_readable_by_docker_compose_1_29(compose: dict[str, Any]) -> None:
 
 
 def test_has_all_services(services: dict[str, Any]) -> None:
-    assert set(services) == {*OURS, "prometheus", "grafana"}
+    assert set(services) == {*OURS, "dcgm-exporter", "prometheus", "grafana"}
     # --scale needs a service without a fixed name and without a published port.
     assert "container_name" not in services["worker"]
     for name in ("worker", "worker-gpu", "ray-head"):
@@ -126,8 +126,8 @@ def test_model_is_read_only_and_shared_memory_is_large_enough(services: dict[str
 
 def test_only_the_profile_requests_gpus(services: dict[str, Any]) -> None:
     """`docker-compose up` needs no GPU; with the profile each worker gets one of the reserved GPUs."""
-    assert {name for name, service in services.items() if service.get("profiles") == ["gpu"]} == set(GPU)
-    assert {name for name, service in services.items() if "deploy" in service} == {"worker-gpu"}
+    assert {name for name, service in services.items() if service.get("profiles") == ["gpu"]} == {*GPU, "dcgm-exporter"}
+    assert {name for name, service in services.items() if "deploy" in service} == {"worker-gpu", "dcgm-exporter"}
     worker, router = services["worker-gpu"], services["router-gpu"]
     (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
     count = "${MOEYARD_GPUS:-1}"

@@ -12,6 +12,7 @@ from moeyard_worker.engine.assembly import worker as worker_module
 from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.engine.loop.metrics import REFUSALS, WorkerMetrics
 from moeyard_worker.exchange.membership.mesh import Mesh
+from moeyard_worker.protocol import STEP_ROWS
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 CONFIG = EngineConfig(
@@ -48,6 +49,14 @@ def test_device_time_is_absent_without_a_device(parts: dict[str, Any]) -> None:
     assert 'moeyard_step_device_seconds_sum{model_name="tiny",rank="3"} 0.125' in page
     assert 'moeyard_step_device_seconds_bucket{le="0.15",model_name="tiny",rank="3"} 1.0' in page
     assert 'moeyard_step_seconds_count{model_name="tiny",rank="3"} 2.0' in page
+
+
+def test_steps_with_rows_are_counted_for_snapshots(parts: dict[str, Any]) -> None:
+    metrics = WorkerMetrics(model_name="tiny", rank=3, version="test")
+    for num_tokens in (0, 1, 3, 4, 20_000):
+        metrics.observe_step(num_tokens=num_tokens, seconds=0.25, device_seconds=None, **parts)
+    assert metrics.steps_by_rows == [1, 0, 2, *[0] * (len(STEP_ROWS) - 3), 1]
+    assert metrics.step_rows == 20_008
 
 
 def test_time_per_output_token_covers_ended_requests(parts: dict[str, Any]) -> None:

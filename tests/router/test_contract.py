@@ -44,6 +44,14 @@ def check(document, method, path, answer):
     if kind == "application/json":
         schema = described[status]["content"][kind]["schema"]
         Draft202012Validator({**schema, "components": document["components"]}).validate(answer.json())
+    if kind == "text/event-stream":
+        data = described[status]["content"][kind]["schema"]["properties"]["data"]
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+        assert events
+        chunks = [event for event in events if event != "[DONE]" and "contentSchema" in data]
+        for chunk in chunks:
+            schema = {**data["contentSchema"], "components": document["components"]}
+            Draft202012Validator(schema).validate(json.loads(chunk))
     return answer
 
 
@@ -84,8 +92,12 @@ def test_completion_is_as_described(service, document, extra):
     [{}, {"n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True, "prompt_logprobs": 0}, KEPT],
 )
 def test_chat_is_as_described(service, document, extra):
-    answer = service.post("/v1/chat/completions", messages=HELLO, max_tokens=8, **extra)
-    assert check(document, "post", "/v1/chat/completions", answer).status_code == 200
+    answer = service.post(CHAT, messages=HELLO, max_tokens=8, **extra)
+    assert check(document, "post", CHAT, answer).status_code == 200
+    extra = {name: value for name, value in extra.items() if name != "prompt_logprobs"}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    streamed = service.post(CHAT, messages=HELLO, max_tokens=8, **options, **extra)
+    assert check(document, "post", CHAT, streamed).status_code == 200
 
 
 @pytest.mark.parametrize("params", [{}, {"n": 2, "logprobs": 2, "prompt_logprobs": 1}])
@@ -139,6 +151,8 @@ def test_calls_and_reasoning_are_as_described(starter, tool_checkpoint, tool_cod
     answer = check(document, "post", CHAT, service.post(CHAT, messages=HELLO, tools=tools)).json()
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
     assert {"content", "reasoning_content", "tool_calls"} < set(answer["choices"][0]["message"])
+    streamed = check(document, "post", CHAT, service.post(CHAT, messages=HELLO, tools=tools, stream=True))
+    assert '"tool_calls":[{"index":0,' in streamed.text
 
 
 def test_pages_are_as_described(service, document):

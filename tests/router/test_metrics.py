@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moeyard_worker.protocol import Snapshot
+from moeyard_worker.protocol import STEP_ROWS, Snapshot
 
 TOKEN = [0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03]
-TOKEN += [0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5]
+TOKEN += [0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1, 2.5]
 REQUEST = [0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 60, 120]
 LENGTH = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 BUCKETS = {
@@ -149,7 +149,10 @@ def test_aliases_have_the_values_of_their_series(start, wait_for):
     service.complete(prompt=[[5, 6, 7], [8]], n=2, max_tokens=5)
     service.wait_idle()
     for worker in service.workers:
-        worker.report(num_running=1, num_waiting=2 + worker.rank, kv_pages_free=16 * (1 + worker.rank))
+        load = {"num_running": 1, "num_waiting": 2 + worker.rank, "kv_pages_free": 16 * (1 + worker.rank)}
+        steps = (1, 2, *[0] * (len(STEP_ROWS) - 2), 1)
+        drafts = {"num_drafts": 5, "draft_tokens": 9, "accepted_tokens": 6, "accepted_by_place": (4, 2)}
+        worker.report(**load, **drafts, steps_by_rows=steps, step_rows=20_005)
     wait_for(
         lambda: [w["snapshot"]["num_waiting"] for w in service.client.get("/v1/fleet").json()["workers"]] == [2, 3],
         "the router must have the snapshots",
@@ -166,6 +169,18 @@ def test_aliases_have_the_values_of_their_series(start, wait_for):
     assert value(families, "vllm:request_success_total", finished_reason="length", **one) == 4
     assert value(families, "vllm:generation_tokens_total", **one) == 20
     assert "vllm:num_preemptions" not in families, "no rank has reported it"
+    assert value(families, "vllm:num_requests_waiting_by_reason", reason="capacity", **one) == 5
+    assert value(families, "vllm:num_requests_waiting_by_reason", reason="deferred", **one) == 0
+    assert value(families, "vllm:engine_sleep_state", sleep_state="awake", **one) == 1
+    assert value(families, "vllm:spec_decode_num_drafts_total", **one) == 10
+    assert value(families, "vllm:spec_decode_num_draft_tokens_total", **one) == 18
+    assert value(families, "vllm:spec_decode_num_accepted_tokens_total", **one) == 12
+    positions = families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert [(s.labels["position"], s.value) for s in positions] == [("0", 8), ("1", 4)]
+    steps = families["vllm:iteration_tokens_total"].samples
+    by_rows = {s.labels["le"]: s.value for s in steps if s.name == "vllm:iteration_tokens_total_bucket"}
+    assert (by_rows["1.0"], by_rows["2.0"], by_rows["16384.0"], by_rows["+Inf"]) == (2, 6, 6, 8)
+    assert {s.name[27:]: s.value for s in steps if "le" not in s.labels} == {"_count": 8, "_sum": 40_010}
     for alias, name in {
         "time_to_first_token_seconds": "time_to_first_token_seconds",
         "inter_token_latency_seconds": "inter_token_latency_seconds",
@@ -184,6 +199,30 @@ def test_aliases_have_the_values_of_their_series(start, wait_for):
             for s in families["vllm:" + alias].samples
         }
         assert ours == theirs
+
+
+def test_aliases_count_cached_prompt_tokens_and_http_answers(start, wait_for):
+    service = start(1, metric_aliases=("vllm",))
+    service.workers[0].phases = 0.5, 0.25
+    service.complete(prompt=[[5, 6, 7], [8, 9, 10, 11]], n=2, max_tokens=5)
+    assert service.post("/v1/completions", prompt="").status_code == 400
+    service.wait_idle()
+    wait_for(lambda: finished_answers(service, "/v1/completions") == 2, "the answers' durations")
+    families = scrape(service)
+    one = {"model_name": "tiny", "engine": "0"}
+    assert value(families, "vllm:prompt_tokens_total", **one) == 7
+    # The worker reports three cached tokens of each prompt.
+    assert value(families, "vllm:prompt_tokens_cached_total", **one) == 2 * 3, "once per prompt"
+    by_source = {s.labels["source"]: s.value for s in families["vllm:prompt_tokens_by_source"].samples}
+    assert by_source == {"local_compute": 1, "local_cache_hit": 6, "external_kv_transfer": 0}
+    assert value(families, "vllm:prompt_tokens_cached_by_source_total", source="device", **one) == 6
+    assert value(families, "vllm:request_prefill_kv_computed_tokens_sum", **one) == 2 * 1, "per choice"
+    decode = value(families, "vllm:request_decode_time_seconds_sum", **one)
+    assert value(families, "vllm:request_inference_time_seconds_sum", **one) == pytest.approx(4 * 0.25 + decode)
+    for status, count in (("2xx", 1), ("4xx", 1)):
+        assert value(families, "http_requests_total", handler="/v1/completions", status=status) == count
+    assert value(families, "http_request_duration_seconds_count", handler="/v1/completions") == 2
+    assert "/metrics" not in {s.labels["handler"] for s in families["http_requests"].samples}
 
 
 # Series that the 12 panels of vLLM's dashboard read (examples/observability/prometheus_grafana/grafana.json, 2026-11).

@@ -47,7 +47,7 @@ def check_page(service, page, wait_for):
         assert times == sorted(times, reverse=True)
         for name in ("prompt_tokens", "output_tokens"):
             assert live["counters"][name] == value_of(page, f"{name}_total")
-        assert live["counters"]["request_success"] == {"length": 12}
+        assert live["counters"]["request_success"] == {"length": 12, "stop": 0, "abort": 0, "error": 0}
         for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds"):
             reported = live["histograms"][name]
             assert reported["count"] == value_of(page, f"{name}_count") == 12

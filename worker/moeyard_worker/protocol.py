@@ -23,6 +23,8 @@ MAX_PROMPT_EXPERTS = 1 << 18
 
 # The version of the weights that a fleet starts with, as in SGLang.
 FIRST_VERSION = "default"
+# Upper bounds of a step's rows in histograms.
+STEP_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 # The most preemptions that one `Done` lists.
 MAX_PREEMPTIONS = 16
@@ -330,6 +332,9 @@ class Snapshot:
     kv_pages_total, kv_pages_free: pages of this rank. Pages that only the prefix index holds count as free.
     generation_tokens and all below: this rank's expert slots, and totals since its start, as in its metrics. None if
         the rank does not know them (hits that a device counts) or does not do it (drafts).
+    num_drafts, accepted_by_place: sequences and steps whose drafts were verified, and drafts accepted at each place.
+    steps_by_rows, step_rows: the rank's steps with rows, counted by the bounds STEP_ROWS with one count above them, and
+        the sum of their rows.
     """
 
     type: ClassVar[str] = "snapshot"
@@ -360,6 +365,10 @@ class Snapshot:
     expert_slots: int | None = None
     draft_tokens: int | None = None
     accepted_tokens: int | None = None
+    num_drafts: int | None = None
+    accepted_by_place: tuple[int, ...] = ()
+    steps_by_rows: tuple[int, ...] = ()
+    step_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

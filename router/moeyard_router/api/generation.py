@@ -201,7 +201,7 @@ class Generation:
                 if own is None:
                     return
                 event = own
-            if timing.first is None and not self._prompt_is_done(index):
+            if timing.first is None and not self._prompt_is_done(index, event.cached_tokens):
                 return
             self._version = event.weight_version or self._version
             delta = choice.tokens(event)
@@ -215,7 +215,7 @@ class Generation:
                 self._error = _missing("routed experts")
             return
         elif isinstance(event, Done) and event.finish_reason in ("stop", "length"):
-            if timing.first is None and not self._prompt_is_done(index):
+            if timing.first is None and not self._prompt_is_done(index, event.cached_tokens):
                 return
             delta = choice.done(event)
         elif isinstance(event, Aborted) and choice.has_scores and choice.has_experts:
@@ -259,17 +259,24 @@ class Generation:
                 served={**served, **choice.versions},
             )
         timing.finished(now, reason, prompt_tokens=num_prompt, max_tokens=sampling.max_tokens - forced)
+        cached = self.choices[index].cached_tokens
         if self._trace is not None:
-            cached = self.choices[index].cached_tokens
             self._trace.ended(now, index, reason, timing=timing, done=done, cached_tokens=cached)
         queue = None if done is None else done.queue_seconds
         prefill = None if done is None else done.prefill_seconds
         decode = None if timing.first is None else timing.last - timing.first
         if reason in ("stop", "length"):
             metrics = self._metrics
-            for metric, seconds in ((metrics.queue, queue), (metrics.prefill, prefill), (metrics.decode, decode)):
-                if seconds is not None:
-                    metric.observe(seconds)
+            for metric, figure in (
+                (metrics.queue, queue),
+                (metrics.prefill, prefill),
+                (metrics.decode, decode),
+                (metrics.inference, None if prefill is None or decode is None else prefill + decode),
+                # A sequence that has moved may report cached output tokens, too.
+                (metrics.computed_length, None if cached is None else max(0, num_prompt - cached)),
+            ):
+                if figure is not None:
+                    metric.observe(figure)
             if not self._unfinished:
                 metrics.longest_output.observe(max(each.num_tokens for each in self._timings))
         self._recent.append(
@@ -281,7 +288,7 @@ class Generation:
                 ended=time.time(),
                 reason=reason,
                 prompt_tokens=num_prompt,
-                cached_tokens=self.choices[index].cached_tokens,
+                cached_tokens=cached,
                 output_tokens=timing.num_tokens,
                 queue=queue,
                 prefill=prefill,
@@ -291,14 +298,17 @@ class Generation:
             )
         )
 
-    def _prompt_is_done(self, index: int) -> bool:
-        """Count a choice's prompt, each prompt once. If data about it are missing, set an error: return False."""
+    def _prompt_is_done(self, index: int, cached: int | None) -> bool:
+        """Count a choice's prompt and its `cached` tokens, each prompt once. Return False, with an error set, if data
+        about it are missing."""
         choice = self.choices[index]
         if not (choice.has_scores and choice.has_experts):
             self._error = _missing("routed experts" if choice.has_scores else "logprobs")
             return False
         if index == 0 or choice.prompt != self.choices[index - 1].prompt:
-            self._metrics.prompt_tokens.inc(len(self._job.prompts[choice.prompt].token_ids))
+            num_prompt = len(self._job.prompts[choice.prompt].token_ids)
+            self._metrics.prompt_tokens.inc(num_prompt)
+            self._metrics.cached_prompt_tokens.inc(min(cached or choice.cached_tokens or 0, num_prompt))
         return True
 
 

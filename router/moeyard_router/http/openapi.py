@@ -45,8 +45,8 @@ def narrow(schemas: dict[str, Any], *, vocab_size: int) -> None:
     for (model, field), shape in _fields(vocab_size).items():
         schemas[model]["properties"][field] = shape
     schemas["TokenizeRequest"]["oneOf"] = [
-        {"required": [name], "properties": {name: {"type": kind}}}
-        for name, kind in (("prompt", "string"), ("messages", "array"))
+        {"required": [name], "properties": {name: shape}, "title": f"Tokenize{name.title()}"}
+        for name, shape in (("prompt", {"type": "string"}), ("messages", {"type": "array", "items": {}}))
     ]
     schemas["ChatMessage"] = _by_role(schemas, schemas["ChatMessage"])
     schemas["ResponsePart"] = _by_kind(schemas["ResponsePart"])
@@ -107,8 +107,35 @@ def _by_kind(part: dict[str, Any]) -> dict[str, Any]:
     kinds = []
     for names, field in ((["text", "input_text", "output_text"], "text"), (["refusal"], "refusal")):
         properties = part["properties"] | {"type": {"enum": names}, field: {"type": "string"}}
-        kinds.append({**part, "properties": properties, "required": ["type", field]})
+        title = f"{field.title()}ResponsePart"
+        kinds.append({**part, "properties": properties, "required": ["type", field], "title": title})
     return {"anyOf": kinds}
+
+
+def _chunk(whole: dict[str, Any], part: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return a chunk of the stream of an answer: `part` replaces the text or message of each choice."""
+    fields = whole["properties"]
+    choice = fields["choices"]["items"]
+    shared = {name: shape for name, shape in choice["properties"].items() if name != "message"} | part
+    shared["finish_reason"] = {"enum": [*choice["properties"]["finish_reason"]["enum"], None]}
+    required = ["index", *part, "logprobs", "finish_reason"]
+    choices = {"type": "array", "items": {**choice, "properties": shared, "required": required}}
+    usage = {"anyOf": [{"$ref": f"{REF}Usage"}, {"type": "null"}]}
+    properties = fields | {"object": {"const": kind}, "choices": choices, "usage": usage}
+    return {**whole, "properties": properties, "required": [name for name in whole["required"] if name != "usage"]}
+
+
+def _chunks(schemas: dict[str, Any]) -> dict[str, Any]:
+    """Return the schemas of the chunks of chats and completions."""
+    message = schemas["ChatCompletion"]["properties"]["choices"]["items"]["properties"]["message"]
+    named = {"type": "object", "properties": {name: {"type": "string"} for name in ("name", "arguments")}}
+    call = {"index": {"type": "integer"}, "id": {"type": "string"}, "type": {"const": "function"}, "function": named}
+    calls = {"type": "array", "items": {"type": "object", "properties": call, "required": ["index", "function"]}}
+    delta = {**message, "properties": message["properties"] | {"tool_calls": calls}, "required": []}
+    return {
+        "ChatCompletionChunk": _chunk(schemas["ChatCompletion"], {"delta": delta}, "chat.completion.chunk"),
+        "CompletionChunk": _chunk(schemas["Completion"], {"text": {"type": "string"}}, "text_completion"),
+    }
 
 
 def _list_of(items: dict[str, Any]) -> dict[str, Any]:
@@ -167,6 +194,10 @@ _POSTS: tuple[tuple[str, str, type[BaseModel], str, bool], ...] = (
     ("/tokenize", "The token ids of a prompt or a chat.", TokenizeRequest, "Tokens", False),
     ("/detokenize", "The text of token ids.", DetokenizeRequest, "Text", False),
 )
+# The schema of a stream's chunks, by path.
+_CHUNKS: Mapping[str, str] = MappingProxyType(
+    {"/v1/chat/completions": "ChatCompletionChunk", "/v1/completions": "CompletionChunk"}
+)
 _STATES = (
     ("/livez", "get", "200 while the router runs and the fleet may recover."),
     ("/readyz", "get", "200 if a request would run now."),
@@ -223,7 +254,7 @@ def describe(config: RouterConfig) -> dict[str, Any]:
     models = [op.body for op in OPERATIONS if op.body is not None]
     _, generated = models_json_schema([(m, "validation") for m in models], ref_template=f"{REF}{{model}}")
     schemas = generated["$defs"] | json.loads((_FILES / "replies.json").read_text(encoding="utf-8"))
-    schemas = copy.deepcopy(schemas)
+    schemas = copy.deepcopy(schemas | _chunks(schemas))
     narrow(schemas, vocab_size=config.vocab_size)
     keys = config.access.asks_for_key
     paths: dict[str, Any] = {}
@@ -249,8 +280,11 @@ def _operation(op: Operation, *, guarded: bool) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "object"} if op.content == _JSON else {"type": "string"}
     content = {op.content: {"schema": {"$ref": REF + op.reply} if op.reply else schema}}
     if op.streams:
-        event = {"event": {"type": "string"}, "data": {"type": "string"}}
+        event: dict[str, Any] = {"event": {"type": "string"}, "data": {"type": "string"}}
         note = "The data of each event is JSON in the form of the API; docs/api.md lists the events."
+        if op.path in _CHUNKS:
+            note = "The data of each event is a chunk, and of the last one [DONE]."
+            event["data"] |= {"contentMediaType": _JSON, "contentSchema": {"$ref": REF + _CHUNKS[op.path]}}
         content[_EVENTS] = {
             "schema": {"type": "object", "description": note, "properties": event, "required": ["data"]}
         }

@@ -22,10 +22,11 @@ from moeyard_router.api.large import Bodies
 from moeyard_router.api.request_log import open_log
 from moeyard_router.api.tracing import open_traces
 from moeyard_router.config import RouterConfig, WorkerAddress
-from moeyard_router.fleet.collector import FleetCollector, VllmAliases, VllmFleetAliases
+from moeyard_router.fleet.collector import FleetCollector
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.fleet.health import Health
 from moeyard_router.fleet.orders import FleetOrder
+from moeyard_router.fleet.vllm_names import VllmAliases, VllmFleetAliases
 from moeyard_router.http.app import create_app
 from moeyard_router.http.connection import ChunkOutbox, ConnectionProtocol
 from moeyard_router.http.credentials import Certificate, KeyRing, keep_fresh, open_certificate

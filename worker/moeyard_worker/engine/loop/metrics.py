@@ -2,6 +2,7 @@
 
 import platform
 import threading
+from bisect import bisect_left
 from collections.abc import Iterable
 from types import MappingProxyType
 
@@ -14,17 +15,17 @@ from moeyard_worker.engine.loop.metrics_server import MetricsServer
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.exchange.membership.lockstep import Lockstep
 from moeyard_worker.experts.cache import ExpertCache
+from moeyard_worker.protocol import STEP_ROWS
 from moeyard_worker.scheduling.scheduler import Scheduler
 
 # Seconds: of a request's waits, of a step, and of what happens many times in a step.
 REQUEST_BUCKETS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75)
 REQUEST_BUCKETS += (1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 120.0)
 STEP_BUCKETS: tuple[float, ...] = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05)
-STEP_BUCKETS += (0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+STEP_BUCKETS += (0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.5, 1.0, 2.5)
 EXCHANGE_BUCKETS: tuple[float, ...] = (5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 4e-4, 8e-4, 0.0016, 0.0032, 0.0064, 0.0128)
 EXCHANGE_BUCKETS += (0.05, 0.25, 1.0, 5.0)
 LABELS = ("model_name", "rank")
-TOKEN_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class WorkerMetrics:
@@ -35,13 +36,16 @@ class WorkerMetrics:
         self._own = (model_name, str(rank))
         self._totals: dict[tuple[str, ...], float] = {}
         self._server: MetricsServer | None = None
+        # For snapshots: steps with rows, by the bounds STEP_ROWS, and the sum of their rows.
+        self.steps_by_rows = [0] * (len(STEP_ROWS) + 1)
+        self.step_rows = 0
         self.queue_seconds = self._histogram("queue_seconds", "Arrival to first scheduled", REQUEST_BUCKETS)
         self.prefill_seconds = self._histogram("prefill_seconds", "First scheduled to first token", REQUEST_BUCKETS)
         self.token_seconds = self._histogram(
             "request_time_per_output_token_seconds", "Mean time from token to token of an ended request", STEP_BUCKETS
         )
         self.step_seconds = self._histogram("step_seconds", "One lockstep step of this rank", STEP_BUCKETS)
-        self.step_tokens = self._histogram("step_tokens", "Rows of one step of this rank", TOKEN_BUCKETS)
+        self.step_tokens = self._histogram("step_tokens", "Rows of one step of this rank", STEP_ROWS)
         self.lockstep_wait = self._histogram("lockstep_wait_seconds", "Wait for the peers' plans", EXCHANGE_BUCKETS)
         self.expert_stall = self._histogram(
             "expert_stall_seconds", "Wait for expert weights in one layer of a step", EXCHANGE_BUCKETS
@@ -142,6 +146,9 @@ class WorkerMetrics:
         if device_seconds is not None:
             self.step_device_seconds.labels(*self._own).observe(device_seconds)
         self.step_tokens.observe(num_tokens)
+        if num_tokens:
+            self.steps_by_rows[bisect_left(STEP_ROWS, num_tokens)] += 1
+            self.step_rows += num_tokens
         self._observe_scheduler(scheduler)
         for phase, values in exchange.stats.seconds.items():
             _drain(values, self.exchange_seconds.labels(*self._own, phase))

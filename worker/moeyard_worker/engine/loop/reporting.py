@@ -106,4 +106,8 @@ class Reporter:
             expert_slots=self._experts.num_slots,
             draft_tokens=sum(stats.drafts) if stats.drafts else None,
             accepted_tokens=sum(stats.accepted) if stats.drafts else None,
+            num_drafts=stats.drafts[0] if stats.drafts else None,
+            accepted_by_place=tuple(stats.accepted),
+            steps_by_rows=tuple(self._metrics.steps_by_rows),
+            step_rows=self._metrics.step_rows,
         )

@@ -187,6 +187,8 @@ class GpuRunner:
             speculation = self._runner.speculation if self._drafts else None
             if not self._backend.captures_prompts:
                 plan = self._backend.plan(self._prompt_of(size))
+                # Gates do not count rows without an entry.
+                plan.entries.fill_(-1)
                 self._exchange.steps.set_rows(PeerRows(plan.num_rows))
                 yield partial(self._run if speculation is None else speculation.warm, plan)
                 continue
