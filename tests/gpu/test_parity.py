@@ -120,7 +120,7 @@ def test_bf16_is_as_accurate_as_transformers(model: Path, record_property: Any) 
     """Our distance from fp32 is at most that of transformers (eager, sdpa), and from each of these two at most what
     both roundings explain. The two share all rounding but that of attention, so they may be closer to each other.
     """
-    if model.name == "deepseek_v4":
+    if model.name.startswith("deepseek_v4"):
         pytest.skip("transformers 5.17 multiplies rows of other dtypes there")
     truth = theirs(model, torch.float32, "eager", NUM_PROMPTS)
     eager, sdpa = (theirs(model, torch.bfloat16, name, NUM_PROMPTS) for name in ("eager", "sdpa"))
