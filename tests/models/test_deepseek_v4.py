@@ -158,7 +158,7 @@ def test_experts_keep_released_codes_on_a_gpu(tmp_path: Path) -> None:
 
 def test_random_weights_of_the_release_have_its_codes() -> None:
     """fp8 in attention and shared experts, fp4 in experts, as the release has them."""
-    options: dict[str, Any] = {"quantization": "fp4", "load_format": "dummy", "device": "cuda"}
+    options: dict[str, Any] = {"quantization": "fp4", "load_format": "dummy", "device": "cuda", "weights": "codes"}
     model = served_model(EngineConfig(model_path=None, shape="DeepSeek-V4-Flash", **options))
     assert model.expert_form("bfloat16").blob_bytes == 3 * 4096 * 2048 * 17 // 32
     spec = model_spec(model, ())
