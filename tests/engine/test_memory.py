@@ -423,14 +423,21 @@ def test_experts_without_slots_are_in_host_memory() -> None:
     config = EngineConfig(model_path="", expert_slots=100)
     done = plan_memory(config=config, **sizes, host_available=GIB)
     assert (done.expert_slots, done.stream_slots) == (100, cuda_footprint.STREAM_SLOTS)
-    assert done.host_bytes == 156 * EXPERT_BYTES
-    assert "100 of 256 experts in slots, 222 MiB, and the others in 234 MiB of pinned host memory" in done.reasons
-    with pytest.raises(ValueError, match=r"100 of 256 experts .* 234 MiB of host memory, but this host has 240 MiB"):
+    assert (done.host_bytes, done.all_on_host) == (256 * EXPERT_BYTES, True)
+    assert "100 of 256 experts in slots, 222 MiB, and all in 384 MiB of pinned host memory" in done.reasons
+    # Without memory for all, host memory holds one copy of each expert that has no slot.
+    few = plan_memory(config=config, **sizes, host_available=390 * MIB)
+    assert (few.host_bytes, few.all_on_host) == (156 * EXPERT_BYTES, False)
+    assert "100 of 256 experts in slots, 222 MiB, and the others in 234 MiB of pinned host memory" in few.reasons
+    asked = replace(config, expert_host_store="missing")
+    assert plan_memory(config=asked, **sizes, host_available=GIB).host_bytes == 156 * EXPERT_BYTES
+    with pytest.raises(
+        ValueError, match=r"100 of 256 .* the others need 234 MiB of host memory, but this host has 240"
+    ):
         plan_memory(config=config, **sizes, host_available=240 * MIB)
     for more in ({"expert_host_store": "all"}, {"expert_fetch": "shared"}):
-        copied = plan_memory(config=replace(config, **cast(Any, more)), **sizes, host_available=GIB)
-        assert copied.host_bytes == 256 * EXPERT_BYTES
-        assert "100 of 256 experts in slots, 222 MiB, and all in 384 MiB of pinned host memory" in copied.reasons
+        with pytest.raises(ValueError, match=r"100 of 256 experts .* all need 384 MiB .*, but this host has 390 MiB"):
+            plan_memory(config=replace(config, **cast(Any, more)), **sizes, host_available=390 * MIB)
     memory = EngineConfig(model_path="", expert_memory=(100 + cuda_footprint.STREAM_SLOTS) * EXPERT_BYTES)
     assert plan_memory(config=memory, **sizes, host_available=GIB).expert_slots == 100
 

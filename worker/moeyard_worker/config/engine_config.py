@@ -10,12 +10,12 @@ from moeyard_worker.options import option, option_of
 
 ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp", "nvlink", "nccl"]
 ExpertFetch = Literal["auto", "alone", "shared"]
-ExpertHostStore = Literal["missing", "all"]
+ExpertHostStore = Literal["auto", "missing", "all"]
 EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp", "nvlink", "nccl")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
 EXPERT_FETCHES: tuple[str, ...] = ("auto", "alone", "shared")
-EXPERT_HOST_STORES: tuple[str, ...] = ("missing", "all")
+EXPERT_HOST_STORES: tuple[str, ...] = ("auto", "missing", "all")
 EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
 SPECULATIONS: tuple[str, ...] = ("mtp",)
 # The most drafts per token.
@@ -174,9 +174,9 @@ class EngineConfig:
         choices=EXPERT_FETCHES,
     )
     expert_host_store: ExpertHostStore = option(
-        "missing",
-        "host memory of a GPU's expert cache: missing holds the experts without a slot; all also holds copies of those "
-        "in slots, so that a miss evicts without a copy",
+        "auto",
+        "host memory of a GPU's expert cache: all holds every expert, so that a miss only reads; missing holds the "
+        "experts without a slot, and a miss exchanges two; auto: all if host memory suffices",
         choices=EXPERT_HOST_STORES,
     )
     record_routing: str | None = option(None, "record the experts each step needs, for cache-sim", metavar="FILE")
@@ -288,11 +288,6 @@ class EngineConfig:
             raise ValueError("snapshot_memory has no use with --no-prefix-caching")
         if 64 % self.page_size:
             raise ValueError(f"page_size must divide 64 (attention splits keys every 64 tokens), got {self.page_size}")
-
-    @property
-    def all_experts_on_host(self) -> bool:
-        """Whether a GPU's host memory also holds the experts in slots. Peers that read it need that."""
-        return self.expert_host_store == "all" or self.expert_fetch != "alone"
 
     @property
     def num_drafts(self) -> int:

@@ -183,7 +183,7 @@ class Worker:
             num_slots=plan.expert_slots,
             policy=config.expert_policy,
             recorder=self._recording,
-            all_on_host=config.all_experts_on_host,
+            all_on_host=plan.all_on_host,
             shared=config.expert_fetch != "alone",
             captured=self._device.captures and not config.enforce_eager,
         )

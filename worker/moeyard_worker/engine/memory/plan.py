@@ -1,5 +1,6 @@
 """Division of a rank's memory between weights, KV pages and expert slots. Pure: sizes in, sizes out (bytes)."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -69,6 +70,7 @@ class MemoryPlan:
 
     stream_slots: slots beside `expert_slots`, if these do not hold all experts.
     host_bytes: host memory that the experts then take.
+    all_on_host: whether that includes copies of the experts in slots.
     max_model_len: tokens of the longest sequence in the pages.
     reserve: reserved before the division.
     prefix_bytes: what attention to the longest sequence takes.
@@ -82,6 +84,7 @@ class MemoryPlan:
     expert_slots: int
     stream_slots: int
     host_bytes: int
+    all_on_host: bool
     max_model_len: int
     reserve: Reserve
     prefix_bytes: int
@@ -284,11 +287,14 @@ def plan_memory(
             raise
         raise ValueError(f"{error} (beside {format_size(kv)} of KV and {reserve})") from None
     partial = slots < num_local_experts
-    those, num_on_host = "the others", num_local_experts - slots
-    if config.all_experts_on_host:
-        those, num_on_host = "all", num_local_experts
+    # Peers read experts that stay where they are.
+    all_on_host = config.expert_host_store == "all" or config.expert_fetch != "alone"
+    most = math.inf if host_available is None else host_available * (1 - MARGIN_SHARE) - grammars
+    if config.expert_host_store == "auto" and num_local_experts * expert_bytes <= most:
+        all_on_host = True
+    those, num_on_host = ("all", num_local_experts) if all_on_host else ("the others", num_local_experts - slots)
     host_bytes = num_on_host * expert_bytes if partial and footprints.HOST_EXPERTS else 0
-    if host_available is not None and host_bytes + grammars > host_available * (1 - MARGIN_SHARE):
+    if host_available is not None and host_bytes > most:
         raise ValueError(
             f"{slots} of {num_local_experts} experts have slots, so that {those} need {format_size(host_bytes)} of "
             f"host memory, but this host has {format_size(host_available)} for this worker; use a host with more "
@@ -303,6 +309,7 @@ def plan_memory(
         expert_slots=slots,
         stream_slots=footprints.STREAM_SLOTS if partial else 0,
         host_bytes=host_bytes,
+        all_on_host=all_on_host,
         max_model_len=max_model_len,
         reserve=reserve,
         prefix_bytes=prefix,
