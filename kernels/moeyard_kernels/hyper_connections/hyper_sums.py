@@ -145,7 +145,7 @@ def _split(
     return b_0 + (b_1 + b_2) if PIECES == 3 else b_0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _hyper_sums_kernel(
     p_streams, p_w, p_result, p_weights, p_shared, p_gate, p_post, p_comb, p_out, p_sums, num_rows, gate_stride,
     H: tl.constexpr, S: tl.constexpr, M: tl.constexpr, PIECES: tl.constexpr, K: tl.constexpr,
