@@ -49,8 +49,10 @@ CONFIGS = (
 _STAGED_PARTS = 6
 
 
-def default_config(num_rows: int, top_k: int) -> SumsConfig:
+def default_config(num_rows: int, top_k: int, dtype: torch.dtype) -> SumsConfig:
     """Return the config of any H, chosen without measurements: sums of splits cost 6 KB a row, rows share weights."""
+    if dtype == torch.float32:
+        return CONFIGS[0 if num_rows <= 2048 else 2]
     if num_rows <= 64:
         return CONFIGS[0]
     if num_rows <= 2048:
@@ -207,7 +209,7 @@ def hyper_sums(
     if site is not None:
         check_layout(op, base=site.base, scale=site.scale, norm=site.norm)
     top_k = 0 if weights is None else weights.shape[1]
-    config = config or default_config(0 if site is None else num_rows, top_k)
+    config = config or default_config(0 if site is None else num_rows, top_k, streams.dtype)
     num_sums, splits = pieces.shape[1], triton.cdiv(hidden, COLUMNS)
     grid = triton.cdiv(num_rows, config.BM), splits if config.APART else 1
     if count & (count - 1) or grid[0] > MAX_GRID_X or grid[1] > MAX_GRID_Y:
