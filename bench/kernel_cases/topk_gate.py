@@ -1,12 +1,13 @@
 """Bench of the gate."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from kernel_cases.case import Case, Target, assert_bits
 from kernel_cases.model_steps import ModelStep
@@ -22,7 +23,15 @@ _GATES: tuple[tuple[str, int, Mapping[str, Any]], ...] = (
         256,
         {**_SIGMOID, "num_groups": 8, "topk_groups": 4, "group_score": "top2sum"},
     ),
+    ("DeepSeek-V4 sqrtsoftplus bias", 256, {**_SIGMOID, "scoring": "sqrtsoftplus", "top_k": 6, "scaling": 1.5}),
     ("Qwen3 softmax", 128, MappingProxyType({"scoring": "softmax", "renormalize": True})),
+)
+_SCORES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
+    {
+        "softmax": lambda logits: torch.softmax(logits, -1),
+        "sigmoid": torch.sigmoid,
+        "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+    }
 )
 _CHAIN = "torch scores, topk, gather, divide"
 # Two units in the last place of an fp32 score: its own error and that of the reference.
@@ -32,7 +41,7 @@ _COUNTED_ROWS = (1, 8, 64, 8192)
 
 
 def cases() -> Iterator[Case]:
-    """Yield three gates at 64 tokens, at one token and at a prompt's 4096, and two that count choices."""
+    """Yield four gates at 64 tokens, at one token and at a prompt's 4096, and three that count choices."""
     for num_tokens in (64, 1, 4096):
         for name, num_experts, options in _GATES:
             yield _case(_logits(num_tokens, num_experts), name, options)
@@ -60,7 +69,7 @@ def _case(
     num_tokens, num_experts = logits.shape
     options = {"top_k": 8, **options}
     top_k = options["top_k"]
-    bias = torch.randn(num_experts, device="cuda") * 0.1 if options["scoring"] == "sigmoid" else None
+    bias = torch.randn(num_experts, device="cuda") * 0.1 if options["scoring"] != "softmax" else None
     choose: partial[Any] = partial(ops.topk_gate, bias=bias, **options)
     counts = torch.zeros(num_experts, dtype=torch.int64, device="cuda")
     entries = torch.arange(num_tokens, device="cuda")
@@ -68,7 +77,8 @@ def _case(
     def prove() -> None:
         weights, ids = choose(logits)
         wanted, wanted_ids = ops.topk_gate.reference(logits.cpu(), bias=None if bias is None else bias.cpu(), **options)
-        _assert_chosen(logits.cpu().double(), None if bias is None else bias.cpu().double(), ids.cpu(), wanted_ids)
+        scores = _SCORES[options["scoring"]](logits.cpu().double())
+        _assert_chosen(scores, None if bias is None else bias.cpu().double(), ids.cpu(), wanted_ids)
         assert torch.allclose(weights.cpu(), wanted, rtol=1e-6, atol=0), "weights are not the reference's"
         for t in {0, num_tokens - 1}:
             assert_bits("row alone", choose(logits[t : t + 1].clone()), (weights[t : t + 1], ids[t : t + 1]))
@@ -83,7 +93,8 @@ def _case(
         baseline, baseline_name = partial(_softmax_chain, logits, top_k), _CHAIN
     else:
         grouped = options.get("num_groups", 1) > 1
-        baseline, baseline_name = partial(_sigmoid_chain, logits, bias, grouped=grouped), _CHAIN
+        baseline = partial(_biased_chain, logits, bias, options["scoring"], top_k, options["scaling"], grouped=grouped)
+        baseline_name = _CHAIN
     return Case(
         op="topk_gate",
         shape=f"T{num_tokens} E{num_experts} K{top_k} {name}{', counted' if counted else ''}",
@@ -97,12 +108,11 @@ def _case(
     )
 
 
-def _assert_chosen(logits: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, wanted: torch.Tensor) -> None:
+def _assert_chosen(scores: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor, wanted: torch.Tensor) -> None:
     """Raise AssertionError unless `ids` are those of the host's reference.
 
     If scores differ by a rounding only, either expert is right. The exp of host and device differ in the last bit.
     """
-    scores = torch.softmax(logits, -1) if bias is None else torch.sigmoid(logits)
     choice, size = (scores, scores) if bias is None else (scores + bias, scores + bias.abs())
     gap = (choice.gather(1, ids) - choice.gather(1, wanted)).abs()
     wrong = int((gap > size.gather(1, wanted) * _ROUNDING).sum())
@@ -118,12 +128,14 @@ def _softmax_chain(logits: torch.Tensor, top_k: int) -> torch.Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
-def _sigmoid_chain(logits: torch.Tensor, bias: torch.Tensor, *, grouped: bool) -> torch.Tensor:
-    scores = torch.sigmoid(logits)
+def _biased_chain(
+    logits: torch.Tensor, bias: torch.Tensor, scoring: str, top_k: int, scaling: float, *, grouped: bool
+) -> torch.Tensor:
+    scores = _SCORES[scoring](logits)
     choice = scores + bias
     if grouped:
         best = choice.view(-1, 8, choice.shape[1] // 8).topk(2, -1).values.sum(-1)
         kept = torch.zeros_like(best).scatter_(1, best.topk(4, -1).indices, 1.0).bool()
         choice = choice.masked_fill(~kept.repeat_interleave(choice.shape[1] // 8, 1), float("-inf"))
-    weights = scores.gather(1, choice.topk(8, -1).indices)
-    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
+    weights = scores.gather(1, choice.topk(top_k, -1).indices)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) * scaling

@@ -39,7 +39,9 @@ REAL = {
 
 
 class Layer:
-    """One layer's experts in slots of any order, with one row after the other."""
+    """One layer's experts in slots of any order, with one row after the other. `limit`: of all gates and ups."""
+
+    limit: float | None = None
 
     def __init__(
         self,
@@ -92,7 +94,8 @@ class Layer:
         weights, ids = (torch.full((1, self.rule.top_k), -7, dtype=d, device=DEVICE) for d in (FP32, torch.int64))
         more: dict[str, Any] = {"counts": self.counts, "entries": self.entries} if counted else {}
         if shared:
-            more["shared"] = SharedRow(gate_up=self.row, down=self.shared, out=torch.full_like(self.x, -7))
+            out = torch.full_like(self.x, -7)
+            more["shared"] = SharedRow(gate_up=self.row, down=self.shared, out=out, limit=self.limit)
         return TokenChoice(rule=self.rule, logits=self.logits, bias=self.bias, weights=weights, ids=ids, **more)
 
     def pairs(self, ids: torch.Tensor, choice: TokenChoice | None = None) -> ExpertPairs:
@@ -102,18 +105,20 @@ class Layer:
         self, op: Any = ops.grouped_gemm, *, counted: bool = False, shared: bool = False
     ) -> tuple[torch.Tensor, ...]:
         choice = self.choice(counted=counted, shared=shared)
-        y = op(self.x, self.gate_up, self.down, self.pairs(choice.ids, choice), top_k=self.rule.top_k)
+        pairs = self.pairs(choice.ids, choice)
+        y = op(self.x, self.gate_up, self.down, pairs, top_k=self.rule.top_k, limit=self.limit)
         results = choice.weights, choice.ids, y
         return results if choice.shared is None else (*results, choice.shared.out)
 
     def shared_ahead(self) -> torch.Tensor:
         """Return the shared expert's result from separate launches."""
-        return ops.linear(ops.silu_mul(self.row.to(BF16)), self.shared)
+        return ops.linear(ops.silu_mul(self.row.to(BF16), self.limit), self.shared)
 
     def ahead(self, op: Any = ops.grouped_gemm, gate: Any = ops.topk_gate) -> tuple[torch.Tensor, ...]:
         rule = {name: getattr(self.rule, name) for name in ("top_k", "scoring", "renormalize", "scaling")}
         weights, ids = gate(self.logits, bias=self.bias, **rule)
-        return weights, ids, op(self.x, self.gate_up, self.down, self.pairs(ids), top_k=self.rule.top_k)
+        given = {"top_k": self.rule.top_k, "limit": self.limit}
+        return weights, ids, op(self.x, self.gate_up, self.down, self.pairs(ids), **given)
 
 
 def assert_same(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
@@ -165,6 +170,19 @@ def test_fused_shared_expert_equals_separate_launches(name: str) -> None:
         layer.draw()
         assert_same(run(), (*layer.ahead(), layer.shared_ahead()))
     assert_replays(run, layer.draw)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REAL)
+def test_limit_in_fused_products(name: str) -> None:
+    layer = Layer(*REAL[name], exact=False)
+    layer.draw()
+    free = layer.run(shared=True)
+    layer.limit = 0.25
+    found = layer.run(shared=True)
+    assert_same(found, (*layer.ahead(), layer.shared_ahead()))
+    assert not torch.equal(found[2], free[2])
+    assert not torch.equal(found[3], free[3])
 
 
 def test_sizes_of_a_fused_shared_expert() -> None:

@@ -18,8 +18,8 @@ from moeyard_kernels.types.matrix import Matrix
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-APART = SumsConfig(BM=16, APART=True)
-TOGETHER = SumsConfig(BM=32, APART=False)
+APART = SumsConfig(BM=16, APART=True, num_stages=1)
+TOGETHER = SumsConfig(BM=32, APART=False, num_stages=1)
 
 
 def make_site(

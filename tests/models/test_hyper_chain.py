@@ -94,20 +94,29 @@ class Weights:
         )
 
 
-def hidden_states(backend: Any, dtype: torch.dtype, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the streams [T, S H] behind the last block, and the rows [T, H] that the head reads."""
-    weights = Weights(backend, dtype)
-    streams = HyperStreams(backend, CONFIG, 1e-6)
-    embed = weights.normal(VOCABULARY, HIDDEN)
-    sites = [streams.site(weights.site(STREAMS * (STREAMS + 2))) for _ in range(BLOCKS)]
-    last, head = streams.last(weights.site(STREAMS))
-    blocks = [weights.block(i, by_token=i == 0) for i in range(BLOCKS)]
-    plan = backend.plan(step)
-    residual = streams.begin(embed[plan.token_ids], plan)
-    rows = residual.enter(sites[0])
-    for block, (_, following) in zip(blocks, pairwise([*sites, last]), strict=True):
-        rows = residual.leave(block.forward(rows, plan), following)
-    return rows[: plan.num_tokens].cpu(), head(rows)[: plan.num_tokens].cpu()
+class Chain:
+    """An embedding, blocks of experts between sites, and the way to the head. The first block chooses by token."""
+
+    def __init__(self, backend: Any, dtype: torch.dtype) -> None:
+        weights = Weights(backend, dtype)
+        self._streams = HyperStreams(backend, CONFIG, 1e-6)
+        self._embed = weights.normal(VOCABULARY, HIDDEN)
+        self._sites = [self._streams.site(weights.site(STREAMS * (STREAMS + 2))) for _ in range(BLOCKS)]
+        self._last, self._head = self._streams.last(weights.site(STREAMS))
+        self._blocks = [weights.block(i, by_token=i == 0) for i in range(BLOCKS)]
+
+    def run(self, plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the streams [T, S H] behind the last block, and the rows [T, H] that the head reads."""
+        residual = self._streams.begin(self._embed[plan.token_ids], plan)
+        rows = residual.enter(self._sites[0])
+        for block, (_, following) in zip(self._blocks, pairwise([*self._sites, self._last]), strict=True):
+            rows = residual.leave(block.forward(rows, plan), following)
+        return rows[: plan.num_tokens], self._head(rows)[: plan.num_tokens]
+
+
+def hidden_states(backend: Any, dtype: torch.dtype, step: Step) -> list[torch.Tensor]:
+    """Return the results of a chain on the CPU."""
+    return [x.cpu() for x in Chain(backend, dtype).run(backend.plan(step))]
 
 
 def step_of(*prompts: int, decode: int = 0) -> Step:
@@ -141,6 +150,34 @@ def test_a_step_without_rows() -> None:
     streams, head = hidden_states(backend, torch.bfloat16, step_of())
     assert streams.shape == (0, STREAMS * HIDDEN)
     assert head.shape == (0, HIDDEN)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_graph_looks_up_new_tokens(rows: int) -> None:
+    backend = backends()[0]
+    chain, plan = Chain(backend, torch.bfloat16), backend.plan(step_of(decode=rows))
+    chain.run(plan)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = chain.run(plan)
+    for first in (0, 11, 23):
+        plan.token_ids.copy_(torch.arange(first, first + rows))
+        graph.replay()
+        for ours, theirs in zip(captured, chain.run(plan), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.gpu
+def test_a_row_has_one_answer() -> None:
+    """The rows of a prompt, of decode steps and of one step with both."""
+    backend = backends()[0]
+    chain = Chain(backend, torch.bfloat16)
+    whole = chain.run(backend.plan(step_of(9, 4, decode=2)))
+    for part, step in ((slice(9), step_of(9)), (slice(13, 15), step_of(decode=2)), (slice(13, 14), step_of(decode=1))):
+        for ours, theirs in zip(chain.run(backend.plan(step)), whole, strict=True):
+            assert torch.equal(ours, theirs[part])
 
 
 def test_choices_by_token_are_counted() -> None:

@@ -84,7 +84,7 @@ def _store_mix(
     tl.store(p_comb + o_c, b_comb)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _hyper_rows_kernel(
     p_streams, p_sums, p_base, p_scale, p_norm, p_rows, p_post, p_comb, num_rows, eps, rms_eps, H: tl.constexpr,
     S: tl.constexpr, M: tl.constexpr, NUM: tl.constexpr, ITERATIONS: tl.constexpr, APART: tl.constexpr,

@@ -49,8 +49,10 @@ CONFIGS = (
 _STAGED_PARTS = 6
 
 
-def default_config(num_rows: int, top_k: int) -> SumsConfig:
+def default_config(num_rows: int, top_k: int, dtype: torch.dtype) -> SumsConfig:
     """Return the config of any H. 64 rows of 4096 take 12.8 us with tiles of 64 rows and 16.6 with 16 (H200)."""
+    if dtype == torch.float32:
+        return CONFIGS[0 if num_rows <= 2048 else 2]
     if num_rows <= 32:
         return CONFIGS[0]
     if num_rows <= 2048:
@@ -145,7 +147,7 @@ def _split(
     return b_0 + (b_1 + b_2) if PIECES == 3 else b_0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _hyper_sums_kernel(
     p_streams, p_w, p_result, p_weights, p_shared, p_gate, p_post, p_comb, p_out, p_sums, num_rows, gate_stride,
     H: tl.constexpr, S: tl.constexpr, M: tl.constexpr, PIECES: tl.constexpr, K: tl.constexpr,
@@ -207,7 +209,7 @@ def hyper_sums(
     if site is not None:
         check_layout(op, base=site.base, scale=site.scale, norm=site.norm)
     top_k = 0 if weights is None else weights.shape[1]
-    config = config or default_config(0 if site is None else num_rows, top_k)
+    config = config or default_config(0 if site is None else num_rows, top_k, streams.dtype)
     num_sums, splits = pieces.shape[1], triton.cdiv(hidden, COLUMNS)
     grid = triton.cdiv(num_rows, config.BM), splits if config.APART else 1
     if count & (count - 1) or grid[0] > MAX_GRID_X or grid[1] > MAX_GRID_Y:
