@@ -13,7 +13,10 @@ from moeyard_kernels.attention.compressed_decode import CONFIGS, compressed_deco
 from moeyard_kernels.types.compressed_rows import CompressedRows
 from moeyard_kernels.types.layers import Pooling
 
-OPS: tuple[str, ...] = ("compressed_rotate", "compressed_pool", "output_scores", "output_choice", "compressed_decode")
+OPS: tuple[str, ...] = (
+    *("compressed_rotate", "rotate_back", "compressed_pool"),
+    *("output_scores", "output_choice", "compressed_decode"),
+)
 
 HEADS, DIM, ROPE, WINDOW, RING = 64, 512, 64, 128, 144
 INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 512
@@ -258,6 +261,8 @@ def _of_layer(ratio: int, context: int, count: int) -> Iterator[Case]:
     passed += 0 if wanted is None else wanted.nbytes
     passed += 0 if layer.compressed is None else 2 * layer.compressed.nbytes
     yield case(op="compressed_rotate", run=partial(Layer.rotate, layer), num_bytes=passed)
+    back = partial(ops.rotate_back, queries, layer.cos, layer.sin)
+    yield case(op="rotate_back", run=back, num_bytes=2 * queries.nbytes)
     if layer.pending is not None:
         ended = make(ratio, [context // 128 * 128 - 1] * count)
         reach = 8 if ratio == 4 else 128
