@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gqa_few_slots": ("qwen3_moe", {}, {"expert_slots": 6}),
     "hybrid_drafts": ("qwen3_5_moe_text", {}, {"speculate": "mtp", "draft_tokens": 2}),
     "kda": ("kimi_linear", MLA, {}),
+    "v4": ("deepseek_v4", {}, {}),
 }
 
 
@@ -55,7 +56,7 @@ def answers(rank: Rank) -> dict[str, Reply]:
 
 
 def load(model: Path, **options: Any) -> Rank:
-    return Rank(model, **PLACE, max_num_seqs=4, max_batch_tokens=96, max_model_len=128, **options)
+    return Rank(model, **PLACE, max_num_seqs=4, max_batch_tokens=128, max_model_len=128, **options)
 
 
 def change(rank: Rank, model: Path) -> None:

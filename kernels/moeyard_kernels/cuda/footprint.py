@@ -74,7 +74,7 @@ def compressed(
     *, num_heads: int, head_dim: int, ratio: int, index_heads: int, index_dim: int, top_k: int, groups_width: int
 ) -> Footprint:
     """Rows: queries as projected, rotated, attended and turned back; those of the indexer, projected and rotated;
-    values and gates in fp32; the groups' projections.
+    values and gates in fp32; places of chosen entries; the groups' projections. FIXED covers the scores of prompts.
 
     Sums: a split for the window, and splits of entries. Chosen entries fill a fixed number of splits. In their place,
     positions take the scores of the indexer.
@@ -87,7 +87,7 @@ def compressed(
         split, more = ratio * COMPRESSED_SPLIT, 1
     return Footprint(
         extra=0,
-        per_row=4 * num_heads * head_dim + 2 * index_heads * index_dim + wide + groups_width,
+        per_row=4 * num_heads * head_dim + 2 * index_heads * index_dim + wide + top_k + groups_width,
         per_position=0,
         sums=SplitSums(heads=num_heads, dim=head_dim, split=split, more=more),
     )
