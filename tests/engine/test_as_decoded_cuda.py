@@ -42,7 +42,7 @@ def _device() -> Iterator[None]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{}, {"speculate": "mtp", "draft_tokens": 2}], ids=["plain", "drafts"])
-@pytest.mark.parametrize("family", ["demo", "qwen3_next"])
+@pytest.mark.parametrize("family", ["demo", "qwen3_next", "deepseek_v4"])
 def test_scores_are_those_of_sampling(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
     model = DEMO if family == "demo" else write(tmp_path, family)
     with Rank(model, **PLACE, **LIMITS, enable_return_routed_experts=True, **options) as rank:
