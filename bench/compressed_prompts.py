@@ -5,10 +5,9 @@
 1. Each kernel against its reference: choices and state exactly, the rest within rounding.
 2. Bits of rows and of the state for several cuts of a prompt, with a neighbour.
 3. Median times of each stage in CUDA graphs, and the TFLOP/s of attention.
-4. Times of every config. The attention kernel `pairs` comes last, and a signal ends it after 60 seconds.
+4. Times of every config.
 """
 
-import signal
 import statistics
 import time
 import traceback
@@ -40,7 +39,6 @@ from kernel_cases.compressed_prompts import (
     prove_choice,
     prove_pool,
     prove_state,
-    random_choice,
     tables_of,
     whole,
 )
@@ -51,11 +49,6 @@ from moeyard_kernels.attention import attend_entries, choose_entries, index_scor
 from moeyard_kernels.cuda.compressed_prompts import CompressedPrompts
 from moeyard_kernels.types.layers import CompressedLayer
 from moeyard_kernels.types.prompt_tables import PromptTables
-
-# Configs of attention. The kernel `pairs` comes last: an error in its barriers would end this process.
-SURE = [config for config in attend_entries.CONFIGS if config.kernel != "pairs"]
-PAIRS = [config for config in attend_entries.CONFIGS if config.kernel == "pairs"]
-SECONDS = 60
 
 
 def some(rows: Rows, begin: int, end: int) -> Rows:
@@ -225,24 +218,12 @@ def times_of_configs() -> None:
                     print(f"      {median_us(partial(choose, config=each)):.1f} us")
         options = {"window": WINDOW, "scale": SCALE, "tables": tables, "pooling": layer.pooling, "found": found}
         attend = partial(attend_entries.attend_entries, queries, keys, layer.recent, layer.sink, **options)
-        for shape in SURE:
+        for shape in attend_entries.CONFIGS:
             if shape.BM < HEADS:
                 continue
             with part(f"attend_entries ratio {ratio} {shape}"):
                 us = median_us(partial(attend, config=shape))
                 print(f"      {us:.1f} us, {attention_flops(ratio, [8192]) / us / 1e6:.0f} TFLOP/s")
-
-
-def prove_pairs(ratio: int) -> None:
-    """Compare the kernel `pairs` with another one, and time it for one prompt of 8192 rows."""
-    prove_attention(ratio, [SURE[0], *PAIRS])
-    layer, tables = make_layer(ratio), tables_of(whole([8192]))
-    rows, found = make_rows(layer, 8192), random_choice(layer, tables)
-    options = {"window": WINDOW, "scale": SCALE, "tables": tables, "pooling": layer.pooling, "found": found}
-    attend = partial(attend_entries.attend_entries, rows[0], rows[1], layer.recent, layer.sink, **options)
-    assert_bits("pairs", attend(config=PAIRS[0]), attend(config=SURE[0]))
-    us = median_us(partial(attend, config=PAIRS[0]))
-    print(f"      {us:.1f} us, {attention_flops(ratio, [8192]) / us / 1e6:.0f} TFLOP/s", flush=True)
 
 
 def main() -> None:
@@ -252,7 +233,7 @@ def main() -> None:
         with part(f"entries against the reference, ratio {ratio}"):
             prove_pool(ratio)
         with part(f"attention against the reference, ratio {ratio}"):
-            prove_attention(ratio, SURE)
+            prove_attention(ratio, attend_entries.CONFIGS)
         with part(f"state against the reference, ratio {ratio}"):
             prove_state(ratio)
     with part("scores and choices against the references"):
@@ -270,11 +251,6 @@ def main() -> None:
     with part("times of configs"):
         times_of_configs()
     print("\n".join(table))
-    print(f"{time.monotonic() - begin:.0f} s", flush=True)
-    signal.alarm(SECONDS)
-    for ratio in RATIOS:
-        with part(f"attend_entries ratio {ratio} {PAIRS[0]}"):
-            prove_pairs(ratio)
     print(f"{time.monotonic() - begin:.0f} s")
 
 

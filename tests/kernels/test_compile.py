@@ -66,8 +66,7 @@ def test_every_kernel_waits_for_its_inputs(built: list[hopper_builds.Build]) -> 
     experts |= {"_cache_access_kernel", "_gather_experts_kernel", "_fetch_experts_kernel"}
     late = {line["kernel"] for line in built if not line["early"]}
     chooses = {"_snapkv_softmax_kernel", "_snapkv_merge_kernel", "_snapkv_weights_kernel"}
-    entries = {"_index_scores_kernel", "_attend_entries_kernel"}
-    entries |= {"attend_entries_hopper_kernel", "attend_entries_pairs_kernel"}
+    entries = {"_index_scores_kernel", "_attend_entries_kernel", "attend_entries_pairs_kernel"}
     assert late == attention | experts | chooses | entries | {"attn_prefill_hopper_kernel"}
 
 

@@ -20,7 +20,6 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.attention.attend_entries_hopper import attend_entries_hopper_kernel
 from moeyard_kernels.attention.attend_entries_pairs import attend_entries_pairs_kernel
 from moeyard_kernels.attention.decode_splits import sum_over_keys
 from moeyard_kernels.attention.pool_blocks import place_of
@@ -45,17 +44,15 @@ _UNSEEN = tl.constexpr(-2e38)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntriesConfig(Config):
-    """BM heads per program. kernel: the Triton kernel, or `attend_entries_hopper` or `attend_entries_pairs` where
-    these can run."""
+    """BM heads per program. kernel: the Triton kernel, or `attend_entries_pairs` where it can run."""
 
-    kernel: Literal["triton", "hopper", "pairs"]
+    kernel: Literal["triton", "pairs"]
     BM: int
 
 
 CONFIGS = (
-    EntriesConfig(kernel="hopper", BM=64, num_warps=8, num_stages=2),
-    EntriesConfig(kernel="triton", BM=64, num_warps=8, num_stages=2),
     EntriesConfig(kernel="pairs", BM=64, num_warps=4, num_stages=2),
+    EntriesConfig(kernel="triton", BM=64, num_warps=8, num_stages=2),
     EntriesConfig(kernel="triton", BM=16, num_warps=4, num_stages=2),
 )
 # Fits a tile of fp32, whose products do not run on tensor cores.
@@ -153,12 +150,11 @@ def default_config(queries: torch.Tensor) -> EntriesConfig:
     """Return the config of untuned shapes."""
     if queries.dtype == torch.float32 and not interpreted():
         return _FP32
-    # Two groups of warps take 1,491 us for 8192 rows of DeepSeek-V4-Flash with ratio 4, one takes 2,682 (H200).
-    return CONFIGS[2] if queries.shape[1] > 16 else CONFIGS[3]
+    return CONFIGS[0 if queries.shape[1] > 16 else 2]
 
 
 def suits_hopper(queries: torch.Tensor, keys: torch.Tensor, recent: torch.Tensor, window: int) -> bool:
-    """Return whether the Hopper kernels can run: keys of 512 values in aligned rows, and a window of several blocks."""
+    """Return whether the Hopper kernel can run: keys of 512 values in aligned rows, and a window of several blocks."""
     aligned = all(stride % 8 == 0 for stride in (*queries.stride()[:2], keys.stride(0)))
     fits = recent.shape[0] * recent.shape[1] < 2**31 and queries.shape[2] == 512
     return on_hopper(queries) and aligned and fits and window > BLOCK
@@ -217,11 +213,9 @@ def attend_entries(
         "BN": BLOCK,
         "LOG2_BN": BLOCK.bit_length() - 1,
     }
-    kernel = config.kernel if suits_hopper(queries, keys, recent, window) else "triton"
-    if kernel != "triton":
-        launched = attend_entries_hopper_kernel if kernel == "hopper" else attend_entries_pairs_kernel
+    if config.kernel == "pairs" and suits_hopper(queries, keys, recent, window):
         programs = min(grid, num_multiprocessors(queries))
-        launched[(programs,)](
+        attend_entries_pairs_kernel[(programs,)](
             *arguments, **sizes, UNSEEN=_UNSEEN.value, num_warps=config.num_warps, enable_fp_fusion=False
         )
     else:

@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from moeyard_kernels.attention.attend_entries_hopper import key_range, key_rows, places, row_at, seen_by
 from moeyard_kernels.attention.mla_decode_hopper import sum_over_keys
 
 # Two barriers each, for blocks 0 and 1 of a pair: the left and the right half of the keys have arrived. Group 0 and
@@ -28,6 +27,77 @@ QUERIES, TOP_SEEN, SUMS, INVERSE, NUM_BARRIERS = (gl.constexpr(i) for i in (10, 
 _COPYING = gl.constexpr(128)
 # Registers per thread of each group; the copying warps get the rest.
 _REGISTERS = gl.constexpr((216, 216))
+
+
+@gluon.jit
+def _row_at(p_rows, p_chunks, i_item, P, TILES: gl.constexpr):
+    """Return row, chunk, position, first row of the chunk, its position, slot before it. Later rows come first."""
+    i_row = P - 1 - gl.minimum(i_item // TILES, P - 1)
+    i_b = gl.load(p_rows + i_row * 2)
+    i_p = gl.load(p_rows + i_row * 2 + 1)
+    i_first = gl.load(p_chunks + i_b * 4)
+    i_start = gl.load(p_chunks + i_b * 4 + 1)
+    i_before = gl.maximum(gl.load(p_chunks + i_b * 4 + 2), 0)
+    return i_row, i_b, i_p, i_first, i_start, i_before
+
+
+@gluon.jit
+def _seen_by(i_p, RATIO: gl.constexpr, TOP: gl.constexpr):
+    """Return the number of entries that a row sees."""
+    # 0, which the compiler cannot know. Else it unrolls the loop over blocks, and ptxas serializes its products.
+    num_seen = (i_p >> 31) & 1024
+    if RATIO > 0:
+        num_seen = (i_p + 1) // RATIO
+        if TOP > 0:
+            num_seen = gl.minimum(num_seen, TOP)
+    return num_seen
+
+
+@gluon.jit
+def _places(
+    p_found, p_pages, i_row, i_b, i_p, i_n, MAX_PAGES, FIRST: gl.constexpr, RATIO: gl.constexpr, GRANULE: gl.constexpr,
+    PAGE: gl.constexpr, TOP: gl.constexpr, BN: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Return the places of the entries of block i_n, [BN] int32; 0 for the window, which has FIRST blocks."""
+    o_e = (i_n - FIRST) * BN + gl.arange(0, BN, L)
+    m_e = (o_e >= 0) & (o_e < _seen_by(i_p, RATIO, TOP))
+    i_end = o_e * RATIO + (RATIO - 1)
+    m_page = m_e if TOP == 0 else m_e & ((i_p + 1) // RATIO <= TOP)
+    b_page = gl.load(p_pages + i_b.to(gl.int64) * MAX_PAGES + i_end // PAGE, mask=m_page, other=0)
+    b_place = (b_page * PAGE + i_end % PAGE) // GRANULE
+    if TOP > 0:
+        is_chosen = (i_p + 1) // RATIO > TOP
+        b_found = gl.load(p_found + i_row.to(gl.int64) * TOP + o_e, mask=m_e & is_chosen, other=0)
+        b_place = gl.where(is_chosen, b_found, b_place)
+    return b_place
+
+
+@gluon.jit
+def _key_rows(
+    p_keys, p_recent, p_entries, b_place, i_n, i_p, i_first, i_start, i_before, s_key, FIRST: gl.constexpr,
+    RATIO: gl.constexpr, TOP: gl.constexpr, WINDOW: gl.constexpr, SIZE: gl.constexpr, D: gl.constexpr,
+    BN: gl.constexpr, L: gl.constexpr,
+):  # fmt: skip
+    """Return pointers to the keys of block i_n of a row, and which of them it sees."""
+    o_w = i_n * BN + gl.arange(0, BN, L)
+    o_p = i_p - WINDOW + 1 + o_w
+    m_n = (o_p >= 0) & (o_w < WINDOW)
+    p_new = p_keys + (i_first + o_p - i_start).to(gl.int64) * s_key
+    p_old = p_recent + (i_before.to(gl.int64) * SIZE + gl.maximum(o_p, 0) % SIZE) * D
+    p_row = gl.where(o_p >= i_start, p_new, p_old)
+    if RATIO > 0:
+        m_n = gl.where(i_n < FIRST, m_n, o_w - FIRST * BN < _seen_by(i_p, RATIO, TOP))
+        p_row = gl.where(i_n < FIRST, p_row, p_entries + b_place.to(gl.int64) * D)
+    return p_row, m_n
+
+
+@gluon.jit
+def _key_range(i_p, num_seen, i_n, FIRST: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr):
+    """Return the range of keys of block i_n that a row sees."""
+    in_window = i_n < FIRST
+    i_low = gl.where(in_window, WINDOW - 1 - i_p - i_n * BN, 0)
+    i_high = gl.where(in_window, WINDOW - i_n * BN, num_seen - (i_n - FIRST) * BN)
+    return i_low, i_high
 
 
 @gluon.jit
@@ -51,8 +121,8 @@ def _copy(
     L_N: gl.constexpr = gl.SliceLayout(1, L)
     n_pair = 0
     for i_item in range(gl.program_id(0), P * TILES, gl.num_programs(0)):
-        i_row, i_b, i_p, i_first, i_start, i_before = row_at(p_rows, p_chunks, i_item, P, TILES)
-        num_blocks = FIRST + (seen_by(i_p, RATIO, TOP) + 63) // 64
+        i_row, i_b, i_p, i_first, i_start, i_before = _row_at(p_rows, p_chunks, i_item, P, TILES)
+        num_blocks = FIRST + (_seen_by(i_p, RATIO, TOP) + 63) // 64
         o_h = i_item % TILES * 64 + gl.arange(0, 64, L_N)
         p_head = p_q + i_row.to(gl.int64) * s_row + o_h.to(gl.int64) * s_head
         # Group 0 has used the weights of the last block, so no group computes scores now.
@@ -66,10 +136,10 @@ def _copy(
                 i_n = 2 * i_pair + g
                 b_place = gl.zeros([64], gl.int32, L_N)
                 if RATIO > 0:
-                    b_place = places(
+                    b_place = _places(
                         p_found, p_pages, i_row, i_b, i_p, i_n, MAX_PAGES, FIRST, RATIO, GRANULE, PAGE, TOP, 64, L_N
                     )
-                p_row, m_row = key_rows(
+                p_row, m_row = _key_rows(
                     p_keys, p_recent, p_entries, b_place, i_n, i_p, i_first, i_start, i_before, s_key, FIRST, RATIO,
                     TOP, WINDOW, SIZE, 512, 64, L_N,
                 )  # fmt: skip
@@ -103,8 +173,8 @@ def _group(
     n_pair = 0
     n_item = 0
     for i_item in range(gl.program_id(0), P * TILES, gl.num_programs(0)):
-        i_row, _i_b, i_p, _i_first, _i_start, _i_before = row_at(p_rows, p_chunks, i_item, P, TILES)
-        num_seen = seen_by(i_p, RATIO, TOP)
+        i_row, _i_b, i_p, _i_first, _i_start, _i_before = _row_at(p_rows, p_chunks, i_item, P, TILES)
+        num_seen = _seen_by(i_p, RATIO, TOP)
         num_blocks = FIRST + (num_seen + 63) // 64
         o_h = i_item % TILES * 64 + gl.arange(0, 64, L_M)
         b_sink = gl.load(p_sink + o_h, mask=o_h < H, other=0.0) * LOG2E
@@ -126,7 +196,7 @@ def _group(
             fence_async_shared()
             b_s = warpgroup_mma(s_q1.index(zero), s_right.index(GROUP + zero).permute((1, 0)), b_s, is_async=True)
             b_s = warpgroup_mma_wait(num_outstanding=0, deps=(b_s,))
-            i_low, i_high = key_range(i_p, num_seen, 2 * i_pair + GROUP, FIRST, WINDOW, 64)
+            i_low, i_high = _key_range(i_p, num_seen, 2 * i_pair + GROUP, FIRST, WINDOW, 64)
             o_n = gl.arange(0, 64, gl.SliceLayout(0, L_S))
             b_s = gl.where(((o_n >= i_low) & (o_n < i_high))[None, :], b_s, UNSEEN)
             b_own = gl.max(b_s, 1) * c
