@@ -20,7 +20,7 @@ from tests.rank import Rank
 from moeyard_worker.config.worker_spec import ServedWeights
 from moeyard_worker.engine.assembly.sleeping import Sleeper
 
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_batch_tokens": 96, "max_model_len": 128}
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_batch_tokens": 128, "max_model_len": 128}
 
 
 # A GPU's steps take long on a CPU, so the fast tier has them for one family.

@@ -345,10 +345,13 @@ class ExpertCache:
         return self.num_slots * self._expert_bytes
 
     def refill(self) -> None:
-        """Fill the slots with the experts that they had, from the store. Tensors of all experts were kept outside."""
-        if self._residency is not None:
+        """Fill the slots with the experts that they had, from the store. Tensors of all experts were kept outside.
+
+        Host memory without copies of the experts in slots is no store, so the source is read again.
+        """
+        if self._residency is not None and self._all_on_host:
             self.stats.bytes_copied += self._residency.start()
-        elif isinstance(self._slots, MovableSlots):
+        elif self._residency is not None or isinstance(self._slots, MovableSlots):
             self.replace_from(self._source)
 
     def replace_from(self, source: ExpertSource) -> None:
