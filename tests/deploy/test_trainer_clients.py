@@ -94,15 +94,17 @@ class Slime:
             output = json.loads(next(line for line in reversed(lines) if line and line != "[DONE]"))
         meta = output["meta_info"]
         ids = [item[1] for item in meta["output_token_logprobs"]]
-        experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
-        start = int(meta.get("routed_experts_start_len", 0) or 0)
+        experts, start = None, int(meta.get("routed_experts_start_len", 0) or 0)
+        if "routed_experts" in meta:
+            experts = np.frombuffer(base64.b64decode(meta["routed_experts"]), np.int32)
+            experts = experts.reshape(len(prompt) + len(ids) - 1 - start, NUM_LAYERS, TOP_K)
         return {
             "ids": ids,
             "logprobs": [item[0] for item in meta["output_token_logprobs"]],
             "text": output["text"],
-            "experts": experts.reshape(len(prompt) + len(ids) - 1 - start, NUM_LAYERS, TOP_K),
+            "experts": experts,
             "status": {"length": "truncated", "abort": "aborted", "stop": "completed"}[meta["finish_reason"]["type"]],
-            "version": meta["weight_version"],
+            "version": meta.get("weight_version"),
             "cached": meta.get("cached_tokens", 0),
             "prompt": meta.get("prompt_tokens", 0),
         }
@@ -278,6 +280,20 @@ def test_slime_aborts_and_flushes(http: httpx.Client) -> None:
     assert slime.generate(PROMPT)["cached"] == 0
 
 
+def test_slime_aborts_what_has_not_begun(http: httpx.Client) -> None:
+    """A queued request ends as an abort without output, not as an error that a client would retry."""
+    slime = Slime(http)
+    slime.post("/pause_generation")
+    with ThreadPoolExecutor(1) as pool:
+        queued = pool.submit(slime.generate, PROMPT)
+        wait_until(lambda: slime.num_requests() == 1)
+        slime.abort_until_idle()
+        found = queued.result()
+    slime.post("/continue_generation")
+    assert (found["status"], found["ids"], found["experts"]) == ("aborted", [], None)
+    assert slime.generate(PROMPT)["status"] == "truncated"
+
+
 def test_slime_updates(http: httpx.Client) -> None:
     slime = Slime(http)
     before = slime.generate(PROMPT)
@@ -436,6 +452,15 @@ def test_sleep_and_wake(http: httpx.Client, served: Command) -> None:
         assert read(http.get("/is_paused")) == {"is_paused": True}
         sky.control("/resume")
         assert [read(each.result())["choices"][0]["token_ids"] for each in (kept, queued)] == [wanted, wanted]
+        # A kept request whose pause ends while the server sleeps goes on once there is memory.
+        kept = pool.submit(http.post, "/v1/completions", json=body)
+        wait_until(lambda: slime.num_requests() == 1)
+        sky.control("/pause", mode="keep", clear_cache="false")
+        sky.control("/sleep", level="1", tags=["weights"])
+        sky.control("/resume")
+        assert not kept.done()
+        sky.control("/wake_up", tags=["weights", "kv_cache"])
+        assert read(kept.result())["choices"][0]["token_ids"] == wanted
     # AReaL's requests for vLLM.
     read(http.post("/sleep", json={}))
     sleeps(1)
@@ -449,7 +474,7 @@ def test_sleep_and_wake(http: httpx.Client, served: Command) -> None:
 
 @pytest.mark.slow
 def test_rank_lost_while_the_server_sleeps(http: httpx.Client, served: Command) -> None:
-    """Its next process falls asleep, too. Meanwhile the other rank may have got its experts."""
+    """Its next process falls asleep, too."""
     slime = Slime(http)
     before = slime.generate(PROMPT)
     slime.post("/release_memory_occupation", tags=["kv_cache"])

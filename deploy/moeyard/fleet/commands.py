@@ -186,10 +186,11 @@ class Commands:
         if command.name == "resume" and task is not None and task.command.name == "pause" and not task.committed:
             task.thrown = GivenBack("given up by /resume")
             return "resumed"
-        if command.name == "sleep" and command.level <= self._ranks.asleep:
-            return f"asleep at level {self._ranks.asleep}"
-        if command.name == "wake" and not self._ranks.asleep:
-            return "awake"
+        if task is None or task.command.name not in ("sleep", "wake"):
+            if command.name == "sleep" and command.level <= self._ranks.asleep:
+                return f"asleep at level {self._ranks.asleep}"
+            if command.name == "wake" and not self._ranks.asleep:
+                return "awake"
         if self._ranks.asleep and command.name in ("restart", "scale", "checksum"):
             raise Refused(f"the server sleeps; wake it up before a {command.name}")
         if command.name in ("pause", "resume") and self._ranks.paused == (command.name == "pause"):

@@ -535,7 +535,8 @@ class Ranks:
         """Return the placement to serve with, and the extra slots that its ranks may take."""
         survivors = [process for process in self.members if process.started]
         away = {process.rank for process in self.members if not process.started}
-        if not away or not survivors:
+        # Ranks that sleep have given their memory back, and run no steps.
+        if not away or not survivors or self.asleep:
             return self.whole, {}
         return without(
             away,

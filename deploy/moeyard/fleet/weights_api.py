@@ -211,7 +211,8 @@ class WeightsApi:
 
     def _sleep(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
         """Requests that run must be ended or paused before, or by `mode`."""
-        check_names({**body, **query}, ("level", "mode", "tags"))
+        check_names(query, ("level", "mode", "tags"))
+        check_names(body, ("tags",))
         tags_of(body)  # vLLM's clients send tags, but a level has all of them
         level, mode = query.get("level", "1"), query.get("mode", "keep")
         if level not in ("1", "2"):

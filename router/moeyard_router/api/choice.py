@@ -11,7 +11,7 @@ from moeyard_router.text.extraction import Extractor
 from moeyard_worker.protocol import Done, PromptExperts, PromptLogprobs, TokenLogprob, Tokens
 from moeyard_worker.wire import decode, encode
 
-ABORTED = "an operator has paused the server and aborted this request"
+ABORTED = "an operator or a trainer has aborted this request"
 
 
 @dataclass(slots=True)

@@ -218,7 +218,7 @@ class Generation:
             if timing.first is None and not self._prompt_is_done(index, event.cached_tokens):
                 return
             delta = choice.done(event)
-        elif isinstance(event, Aborted) and choice.has_scores and choice.has_experts:
+        elif isinstance(event, Aborted) and choice.has_scores:
             delta = choice.aborted()
         else:
             self._error = _as_error(event)

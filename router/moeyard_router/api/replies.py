@@ -66,8 +66,11 @@ class LongLists:
         return orjson.Fragment(b"\0%d\0" % (len(self._lists) - 1))
 
     def add_experts(self, job: Job, choice: Choice) -> dict[str, orjson.Fragment]:
-        """Store a choice's routed experts. Return the answer's field with them, nothing if they are not wanted."""
-        if job.routing is None:
+        """Store a choice's routed experts. Return the answer's field with them.
+
+        Return nothing if they are not wanted, or if the choice was aborted before those of its prompt were known.
+        """
+        if job.routing is None or not choice.has_experts:
             return {}
         header = npy_header(job.routing, len(choice.experts) // job.routing.row_bytes)
         return {"routed_experts": self.add_base64([header, choice.experts])}

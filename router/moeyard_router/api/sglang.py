@@ -257,7 +257,8 @@ class SglangWriter:
                 meta["output_top_logprobs"] = self._long.add(output.tops)
             if self._asked["scored"] is not None:
                 meta |= self._of_prompt(index, choices)
-        if job.routing is not None and output.finish_reason is not None:
+        # A request that is aborted before its prompt is computed has none.
+        if job.routing is not None and output.finish_reason is not None and choice.has_experts:
             meta["routed_experts"] = self._long.add_base64([routed_bytes(job.routing, choice.experts)])
             meta["routed_experts_start_len"] = self._asked["routed_start"]
         return meta

@@ -205,7 +205,7 @@ class ExpertCache:
                     self._residency.put(i, local, self._filling(layer, expert))
                     done(self._expert_bytes)
             self.stats.bytes_copied += self._residency.start()
-            self._slot_bytes = self.stats.bytes_copied // self.num_slots
+            self._slot_bytes = self._expert_bytes
         self._loaded = True
 
     def begin_step(self, step: int) -> None:
@@ -361,8 +361,11 @@ class ExpertCache:
     def stored(self) -> Iterator[tuple[ExpertKey, tuple[torch.Tensor, ...]]]:
         """Yield (layer, global id) and the memory of each expert that this rank holds for good.
 
-        Without slots for all experts, a CPU holds none: the files are the store.
+        Without slots for all experts, a CPU holds none: the files are the store. Raises ValueError if steps may move
+        the experts while they are read.
         """
+        if self._residency is not None and not self._all_on_host:
+            raise ValueError("experts change places between slots and host memory; use --expert-host-store all")
         if self._residency is not None:
             for i, layer in enumerate(self._layers):
                 for local, expert in enumerate(self._owned[i]):

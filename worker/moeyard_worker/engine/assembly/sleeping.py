@@ -10,7 +10,7 @@ are dropped, and captured again when the rank wakes.
 import ctypes
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -35,11 +35,15 @@ class Source(ExpertSource, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """A storage that was freed: its bytes, and a copy of its content on the host, if it counts."""
+    """A storage that was freed: its bytes, and a copy of its content on the host, if it counts.
+
+    constant: no file holds the content.
+    """
 
     storage: torch.UntypedStorage
     size: int
     copy: torch.Tensor | None
+    constant: bool
 
 
 class _Storages:
@@ -48,18 +52,22 @@ class _Storages:
     def __init__(self) -> None:
         self.given: list[_Given] = []
 
-    def free(self, tensors: Iterable[torch.Tensor], *, keep: bool) -> int:
+    def free(self, tensors: Iterable[torch.Tensor], *, keep: bool, constant: bool = False) -> int:
         """Free the storage of these tensors and return its bytes. `keep`: copy the content to host memory before."""
         freed = 0
         for tensor in tensors:
             storage = tensor.untyped_storage()
             if not storage.nbytes():
                 continue  # it is free already, perhaps by another view
-            copy = _bytes(storage, tensor.device).cpu().clone() if keep else None
-            self.given.append(_Given(storage, storage.nbytes(), copy))
+            copy = _bytes(storage, tensor.device).to("cpu", copy=True) if keep else None
+            self.given.append(_Given(storage, storage.nbytes(), copy, constant))
             freed += storage.nbytes()
             storage.resize_(0)
         return freed
+
+    def forget(self) -> None:
+        """Drop the copies of content that files hold."""
+        self.given = [each if each.constant else replace(each, copy=None) for each in self.given]
 
     def take(self) -> None:
         """Take all of it again. Content that was not kept becomes zero."""
@@ -101,13 +109,15 @@ class Sleeper:
         The caller has dropped the runner that launches captured steps. `dense_bytes`: of the weights.
         """
         freed = 0
-        if not self.level:
+        if self.level:
+            self._storages.forget()
+        else:
             freed += self._storages.free(self.runner.states(), keep=False)
             freed += self._free_slots(keep=level == 1)
         if self._device.captures:
             weights = [tensor for _, tensor in self.runner.weights()]
             small = [each for each in weights if each.untyped_storage().nbytes() <= _SMALL]
-            freed += self._storages.free([*self.runner.model.shared(), *small], keep=True)
+            freed += self._storages.free([*self.runner.model.shared(), *small], keep=True, constant=True)
             freed += self._storages.free(weights, keep=level == 1)
         elif level == 2:
             self.runner.drop()
@@ -124,6 +134,8 @@ class Sleeper:
 
     def change_weights(self, dense_bytes: int) -> None:
         """Read other weights at the end, because these are not served any more."""
+        assert self.level, "a rank that is awake changes its weights at once"
+        self._storages.forget()
         if self.level == 1 and not self._device.captures:
             self.runner.drop()
             self.needs += dense_bytes

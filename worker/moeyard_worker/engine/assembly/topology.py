@@ -95,6 +95,10 @@ def _settle_fetch(config: EngineConfig) -> ExpertFetch:
 
     Raises ValueError, in one line, if the mode of a flag is not possible.
     """
+    if config.expert_host_store == "missing":
+        if config.expert_fetch == "shared":
+            raise ValueError("--expert-fetch shared needs copies of all experts, not --expert-host-store missing")
+        return "alone"
     if config.exchange == "nvlink" and config.num_workers > 1:
         return config.expert_fetch
     if config.expert_fetch == "shared":

@@ -411,6 +411,7 @@ class Worker:
             return 0
         self._device.activate()
         self.discard_weights()
+        self._engine.sleep(asleep=True)
         if isinstance(self.runner, GpuRunner):
             self.runner.release()
         # Nothing may hold the captured steps now, or their memory stays.
@@ -440,8 +441,10 @@ class Worker:
         taken = self._sleeper.needs
         if self._sleeper.level:
             self._device.activate()
+            self.discard_weights()
             self.runner = self._sleeper.wake(self.checkpoint.spec, self._opened, self._resume)
             self._engine.use_runner(self.runner)
+            self._engine.sleep(asleep=False)
             self._renew()
             log.info("rank %d has woken up and taken %s", self._spec.rank, format_size(taken))
         return taken

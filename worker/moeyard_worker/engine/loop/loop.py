@@ -143,7 +143,7 @@ class Engine:
         self._next: tuple[Mesh, int, Placement] | None = None  # the arguments of `rejoin`
         self._ending: tuple[int, str] | None = None  # the epoch to end, and why
         self._weights: tuple[str, str] | None = None  # the arguments of `change_weights`
-        self._paused = self._forgets = False
+        self._paused = self._forgets = self._asleep = False
         self._stopping = False
 
     def stop(self) -> None:
@@ -175,6 +175,10 @@ class Engine:
         """Plan no more steps of this rank's own, or plan them again. It takes part in its peers' steps. Any thread."""
         self._paused = paused
         self._poller.wake()
+
+    def sleep(self, *, asleep: bool) -> None:
+        """Run no steps until the memory is back. Call it between two epochs."""
+        self._asleep = asleep
 
     def use_runner(self, runner: Runner | GpuRunner) -> None:
         """Launch steps by another runner from the next epoch on. Call it between two epochs."""
@@ -217,7 +221,7 @@ class Engine:
             self._forgets = False
             self._scheduler.forget_prefixes()
         self._take_messages()
-        if self._paused:
+        if self._paused or self._asleep:
             self._scheduler.hold(time.monotonic())
         for reply in self._scheduler.expire(time.monotonic()):
             self._send(reply.client, reply.message)
@@ -232,7 +236,7 @@ class Engine:
         self._block()
 
     def _has_work(self) -> bool:
-        return not self._paused and self._scheduler.has_work()
+        return not (self._paused or self._asleep) and self._scheduler.has_work()
 
     def _peer_started(self) -> bool:
         return self._lockstep.peer_started(self.step + 1)
