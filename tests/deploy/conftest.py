@@ -45,6 +45,7 @@ ROUTER_OTHERS = (
     "moeyard_worker_restarts_total",
     "moeyard_fleet_scalings_total",
     "moeyard_weight_updates_total",
+    "moeyard_sleep_changes_total",
     "moeyard_workers",
     "moeyard_http_requests_total",
     "moeyard_output_tokens_total",

@@ -232,8 +232,8 @@ def test_every_dashboard_query_has_values(
 
 
 def operands(expression: str) -> list[str]:
-    """Return the parts of an alert's condition between comparisons and `and`, without numbers."""
-    parts = re.split(r"\s+(?:and|[<>=]=|[<>])\s+", expression)
+    """Return the parts of an alert's condition between comparisons, `and` and `unless`, without numbers."""
+    parts = re.split(r"\s+(?:and|unless on \(\w+\)|[<>=]=|[<>])\s+", expression)
     return [part for part in parts if not re.fullmatch(r"[\d.]+", part)]
 
 
