@@ -102,7 +102,7 @@ def test_choices_of_others_change_no_bit() -> None:
     assert torch.equal(attended(layer, rows, chunks, found=none), attended(layer, rows, chunks))
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter has no Gluon")
+@pytest.mark.gpu
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 @pytest.mark.parametrize("heads", [64, 80])
 def test_every_kernel_has_the_same_bits(ratio: int, heads: int) -> None:
