@@ -71,9 +71,11 @@ def test_one_rank_that_refuses_stops_all(method: str) -> None:
     assert (wake if before == {1} else sleep)(world).startswith(("awake", "asleep"))
 
 
+@pytest.mark.parametrize("takeover", ["never", "always"])
 @pytest.mark.parametrize("method", ["sleep", "rebind", "connect", "rejoin"])
-def test_rank_lost_while_the_fleet_falls_asleep_sleeps_in_its_next_process(method: str) -> None:
-    world = World(takeover="never")
+def test_rank_lost_while_the_fleet_falls_asleep_sleeps_in_its_next_process(method: str, takeover: str) -> None:
+    """Survivors have given their memory back, so they take no experts over."""
+    world = World(takeover=takeover)
     world.held.add((1, method))
     asked = world.ask("sleep", level=2, mode="keep")
     world.turns(4)
@@ -84,6 +86,17 @@ def test_rank_lost_while_the_fleet_falls_asleep_sleeps_in_its_next_process(metho
     assert asleep(world) == {2}
     for rank in (0, 2):
         assert world.calls_of(rank).count("sleep") == 1
+
+
+def test_commands_of_sleep_do_not_answer_for_one_that_still_runs() -> None:
+    world = World()
+    world.held.add((1, "sleep"))
+    first = world.ask("sleep", level=2, mode="keep")
+    world.turns(4)
+    for name, more in (("wake", {}), ("sleep", {"level": 1, "mode": "keep"})):
+        assert "busy" in world.finish(world.ask(name, **more))
+    world.held.clear()
+    assert world.finish(first).startswith("asleep at level 2")
 
 
 def test_rank_lost_while_the_fleet_sleeps_and_wakes() -> None:
