@@ -99,6 +99,17 @@ def test_commands_of_sleep_do_not_answer_for_one_that_still_runs() -> None:
     assert world.finish(first).startswith("asleep at level 2")
 
 
+def test_sleeping_ranks_take_no_experts_over() -> None:
+    world = World()
+    sleep(world)
+    before = len(world.calls_of(1))
+    world.kill(0)
+    world.turns(6)
+    calls = world.calls_of(1)[before:]
+    assert "rejoin" in calls
+    assert not {"room", "prepare"} & set(calls), calls
+
+
 def test_rank_lost_while_the_fleet_sleeps_and_wakes() -> None:
     world = World(takeover="never")
     sleep(world)
