@@ -22,7 +22,7 @@ import triton.language as tl
 
 from moeyard_kernels.attention.attend_entries_pairs import attend_entries_pairs_kernel
 from moeyard_kernels.attention.decode_splits import sum_over_keys
-from moeyard_kernels.attention.pool_blocks import place_of
+from moeyard_kernels.attention.entry_places import entry_places
 from moeyard_kernels.common.launch import (
     MAX_GRID_X,
     finish,
@@ -131,12 +131,12 @@ def _attend_entries_kernel(
         for i_n in tl.range(0, num_seen, BN, num_stages=STAGES):
             o_n = i_n + tl.arange(0, BN)
             m_n = o_n < num_seen
-            b_place = place_of(p_pages, i_b, tl.where(m_n, o_n, 0), MAX_PAGES, RATIO, GRANULE, PAGE)
+            b_place = entry_places(p_pages + i_b.to(tl.int64) * MAX_PAGES, o_n, m_n, RATIO, GRANULE, PAGE)
             if TOP > 0:
                 b_found = tl.load(p_found + i_row.to(tl.int64) * TOP + o_n, mask=m_n & is_chosen, other=0)
-                b_place = tl.where(is_chosen, b_found.to(tl.int64), b_place)
+                b_place = tl.where(is_chosen, b_found, b_place)
             b_acc, b_m, b_l, b_l2 = _add_block(
-                b_acc, b_m, b_l, b_l2, b_q, p_entries + b_place * D, m_n, c, D, BM, BD, BN
+                b_acc, b_m, b_l, b_l2, b_q, p_entries + b_place.to(tl.int64) * D, m_n, c, D, BM, BD, BN
             )
 
     b_total = sum_over_keys(b_l, BM, BN, LOG2_BN, 1) + sum_over_keys(b_l2, BM, BN, LOG2_BN, 1)

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from moeyard_kernels.attention.compressed_rotate import turned_back
 from moeyard_kernels.attention.decode_splits import LOG2E, UNFUSED, attend_block, split_result, sum_over_keys
-from moeyard_kernels.attention.output_scores import entry_places
+from moeyard_kernels.attention.entry_places import entry_places
 from moeyard_kernels.attention.rope import half_block
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.launch import MAX_GRID_X, interpreted

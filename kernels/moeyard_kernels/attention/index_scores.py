@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moeyard_kernels.attention.pool_blocks import place_of
+from moeyard_kernels.attention.entry_places import entry_places
 from moeyard_kernels.common.launch import MAX_GRID_Y, interpreted
 from moeyard_kernels.common.rounding import INTERPRETED
 from moeyard_kernels.common.tuning import Config
@@ -60,9 +60,13 @@ def _index_scores_kernel(
             o_d = tl.arange(0, BD)
             m_n = o_n < num_seen
             i_b = tl.load(p_of_row + i_last * 2)
-            b_place = place_of(p_pages, i_b, tl.where(m_n, o_n, 0), MAX_PAGES, RATIO, GRANULE, PAGE)
+            b_place = entry_places(p_pages + i_b.to(tl.int64) * MAX_PAGES, o_n, m_n, RATIO, GRANULE, PAGE)
             m_d = o_d < D
-            b_k = tl.load(p_entries + b_place[:, None] * D + o_d[None, :], mask=m_n[:, None] & m_d[None, :], other=0.0)
+            b_k = tl.load(
+                p_entries + b_place.to(tl.int64)[:, None] * D + o_d[None, :],
+                mask=m_n[:, None] & m_d[None, :],
+                other=0.0,
+            )
             b_row = tl.load(p_rows + o_m, mask=m_m, other=0).to(tl.int64)
             p_head = p_q + b_row[:, None] * s_q + o_d[None, :]
             m_q = m_m[:, None] & m_d[None, :]

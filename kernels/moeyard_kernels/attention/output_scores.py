@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from moeyard_kernels.attention.decode_splits import UNFUSED, sum_over_keys
+from moeyard_kernels.attention.entry_places import entry_places
 from moeyard_kernels.common.dependent import dependent, wait_for_previous
 from moeyard_kernels.common.launch import interpreted
 from moeyard_kernels.types.compressed_rows import CompressedRows
@@ -15,14 +16,6 @@ from moeyard_kernels.types.compressed_rows import CompressedRows
 # Entries of a program with many rows, and of a product, which is a program's with up to _FEW rows. Neither changes a
 # bit.
 _SPAN, _BLOCK, _FEW = 256, 64, 8
-
-
-@triton.jit
-def entry_places(p_pages, o_e, m_e, RATIO: tl.constexpr, GRANULE: tl.constexpr, PAGE: tl.constexpr):
-    """Return int32: the rows of entries o_e where m_e in the pages."""
-    o_end = (o_e + 1) * RATIO - 1
-    i_page = tl.load(p_pages + o_end // PAGE, mask=m_e, other=0)
-    return i_page * (PAGE // GRANULE) + o_end % PAGE // GRANULE
 
 
 @triton.jit(do_not_specialize=("N", "MAX_PAGES"))

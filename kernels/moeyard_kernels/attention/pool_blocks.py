@@ -4,18 +4,11 @@ import torch
 import triton
 import triton.language as tl
 
+from moeyard_kernels.attention.entry_places import entry_places
 from moeyard_kernels.attention.pooling import NUM_WARPS, store_entry
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.types.layers import Pooling
 from moeyard_kernels.types.prompt_tables import PromptTables
-
-
-@triton.jit
-def place_of(p_pages, i_b, i_w, MAX_PAGES, RATIO: tl.constexpr, GRANULE: tl.constexpr, PAGE: tl.constexpr):
-    """Return the row of block i_w of chunk i_b among the entries, int64."""
-    i_p = i_w * RATIO + (RATIO - 1)
-    i_page = tl.load(p_pages + i_b.to(tl.int64) * MAX_PAGES + i_p // PAGE).to(tl.int64)
-    return (i_page * PAGE + i_p % PAGE) // GRANULE
 
 
 # Sizes that change from step to step must not recompile the kernel.
@@ -33,7 +26,7 @@ def _pool_blocks_kernel(
     i_row = tl.load(p_chunks + i_b * 4).to(tl.int64)
     i_start = tl.load(p_chunks + i_b * 4 + 1)
     i_before = tl.maximum(tl.load(p_chunks + i_b * 4 + 2), 0).to(tl.int64)
-    i_place = place_of(p_pages, i_b, i_w, MAX_PAGES, RATIO, GRANULE, PAGE)
+    i_place = entry_places(p_pages + i_b.to(tl.int64) * MAX_PAGES, i_w, i_w >= 0, RATIO, GRANULE, PAGE).to(tl.int64)
     store_entry(
         p_new + i_row * s_new + COLUMN, p_old + i_before * (SIZE * W) + COLUMN, s_new, W, p_bias, p_norm, p_rope,
         p_entries + i_place * D, i_w, i_start, SIZE, eps, RATIO, OVERLAPS, D, R, BD
