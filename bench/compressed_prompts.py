@@ -20,35 +20,29 @@ from typing import Any
 import torch
 from kernel_cases.case import assert_bits
 from kernel_cases.compressed_prompts import (
-    HEADS,
-    INDEX_DIM,
-    INDEX_HEADS,
+    OPS,
     PAGE,
     RATIOS,
-    SCALE,
-    TOP_K,
-    WINDOW,
-    Chunk,
     Rows,
     attention_flops,
+    cases,
+    chunk,
+    layer_cases,
     make_layer,
     make_rows,
-    new_found,
     poolings,
     prove_attention,
     prove_choice,
     prove_pool,
     prove_state,
     tables_of,
-    whole,
 )
-from kernel_cases.timing import capture
+from kernel_cases.timing import capture, replay_seconds
 
-from moeyard_kernels import ops
-from moeyard_kernels.attention import attend_entries, choose_entries, index_scores
+from moeyard_kernels.attention import attend_entries
 from moeyard_kernels.cuda.compressed_prompts import CompressedPrompts
 from moeyard_kernels.types.layers import CompressedLayer
-from moeyard_kernels.types.prompt_tables import PromptTables
+from moeyard_worker.scheduling.step import Chunk
 
 
 def some(rows: Rows, begin: int, end: int) -> Rows:
@@ -76,50 +70,14 @@ def part(name: str) -> Iterator[None]:
         print(f"FAIL  {name}\n{traceback.format_exc(limit=-3)}", flush=True)
 
 
-def stages(layer: CompressedLayer, rows: Rows, tables: PromptTables, found: torch.Tensor | None) -> dict[str, Callable]:
-    """Return a call per stage of `CompressedPrompts.attend`, over the same ops."""
-    queries, keys, compressed, wanted = rows
-    sink = layer.sink
-    held: dict[int, torch.Tensor] = {}
-
-    def pool() -> None:
-        for pooling, column in poolings(layer):
-            options = {"pooling": pooling, "rope": layer.rope, "eps": layer.eps, "column": column, "tables": tables}
-            ops.pool_blocks(compressed, layer.pending, **options)
-
-    def each_part() -> Iterator[tuple[int, Any]]:
-        if layer.indexer is not None:
-            yield from enumerate(tables.chosen(4, TOP_K))
-
-    def score() -> None:
-        for n, chosen in each_part():
-            assert layer.indexer is not None and wanted is not None and compressed is not None  # noqa: PT018
-            weights = compressed[:, -INDEX_HEADS:]
-            held[n] = ops.index_scores(wanted, weights, pooling=layer.indexer.pooling, chosen=chosen, tables=tables)
-
-    def choose() -> None:
-        for n, chosen in each_part():
-            assert layer.indexer is not None and found is not None  # noqa: PT018
-            ops.choose_entries(held[n], found, pooling=layer.indexer.pooling, top_k=TOP_K, chosen=chosen, tables=tables)
-
-    def attend() -> torch.Tensor:
-        options = {"window": WINDOW, "scale": SCALE, "tables": tables, "pooling": layer.pooling, "found": found}
-        return ops.attend_entries(queries, keys, layer.recent, sink, **options)
-
-    def keep() -> None:
-        ops.keep_last(keys, layer.recent, compressed, layer.pending, tables=tables)
-
-    return {"pool": pool, "scores": score, "choice": choose, "attention": attend, "state": keep}
-
-
 def prove_chunks(ratio: int) -> None:
     """Compare bits of a prompt in one chunk, in several, and behind a snapshot, with and without a neighbour."""
     layer, length = make_layer(ratio), 2600
     rows, other = make_rows(layer, length), make_rows(layer, 77)
     # Pages in no order.
     pages = torch.randperm(64)[:41].tolist()
-    near_by = Chunk(start=0, token_ids=range(77), pages=range(100, 102), state_slot=8)
-    expected = run(layer, rows, [Chunk(start=0, token_ids=range(length), pages=pages, state_slot=0)])
+    near_by = chunk(0, 77, pages=range(100, 102), slot=8)
+    expected = run(layer, rows, [chunk(0, length, pages=pages, slot=0)])
     state = [x.clone() for x in state_of(layer)]
     entries = [pages_of(layer, n, pages) for n in range(len(poolings(layer)))]
     kept = [x[0] if x.dim() == 3 else None for x in state]
@@ -128,12 +86,12 @@ def prove_chunks(ratio: int) -> None:
             x.normal_()
         start, found = 0, []
         for end in ends:
-            chunk = Chunk(start=start, token_ids=range(end - start), pages=pages, state_slot=0)
+            part_of = chunk(start, end - start, pages=pages, slot=0)
             both = tuple(
                 None if a is None or b is None else torch.cat((a, b))
                 for a, b in zip(other, some(rows, start, end), strict=True)
             )
-            found.append(run(layer, both, [near_by, chunk])[77:])  # type: ignore[arg-type]
+            found.append(run(layer, both, [near_by, part_of])[77:])  # type: ignore[arg-type]
             start = end
         assert_bits(f"rows of chunks that end at {ends}", torch.cat(found), expected)
         for got, wanted in zip(state_of(layer), kept, strict=True):
@@ -141,10 +99,10 @@ def prove_chunks(ratio: int) -> None:
                 assert_bits(f"slots of chunks that end at {ends}", got[0], wanted)
         for n, wanted in enumerate(entries):
             assert_bits(f"entries of chunks that end at {ends}", pages_of(layer, n, pages), wanted)
-    first = Chunk(start=0, token_ids=range(length), pages=pages, state_slot=0, snapshots=[(2432, 5)])
+    first = chunk(0, length, pages=pages, slot=0, snapshots=((2432, 5),))
     run(layer, rows, [first])
     layer.recent[0].fill_(float("nan"))
-    again = Chunk(start=2432, token_ids=range(length - 2432), pages=pages, state_slot=0, restored=5)
+    again = chunk(2432, length - 2432, pages=pages, slot=0, restored=5)
     assert_bits("rows behind a snapshot", run(layer, some(rows, 2432, length), [again]), expected[2432:])
 
 
@@ -164,31 +122,16 @@ def _repeat(body: Callable[[], object], count: int) -> None:
 def median_us(body: Callable[[], object], *, repeats: int = 3, replays: int = 9) -> float:
     """Return the median time of `body` in a graph of `repeats` calls."""
     graph = capture(partial(_repeat, body, repeats))
-    times = []
-    for _ in range(replays + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / repeats)
-    return statistics.median(times[2:])
+    times = [replay_seconds(graph) for _ in range(replays + 2)]
+    return statistics.median(times[2:]) * 1e6 / repeats
 
 
 def times_of(ratio: int, lengths: Sequence[int], table: list[str]) -> None:
-    layer, tables = make_layer(ratio), tables_of(whole(lengths))
-    rows = make_rows(layer, sum(lengths))
-    found = new_found(layer, tables)
-    calls = stages(layer, rows, tables, found)
-    for call in calls.values():
-        call()
-    took = {}
-    for name, call in calls.items():
-        idle = (name == "pool" and not ratio) or (name in ("scores", "choice") and found is None)
-        took[name] = 0.0 if idle else median_us(call)
-        # The next stage reads what this one left, not the memory of a graph that is gone.
-        call()
-    rate = attention_flops(ratio, lengths) / took["attention"] / 1e6
+    """Add a line of times of a layer's launches for whole prompts."""
+    took = dict.fromkeys(OPS, 0.0)
+    for case in layer_cases(ratio, lengths):
+        took[case.op] += median_us(case.run)
+    rate = attention_flops(ratio, lengths) / took["attend_entries"] / 1e6
     shape = f"{len(lengths)}x{lengths[0]}"
     cells = " | ".join(f"{us:9.1f}" for us in took.values())
     table.append(f"| {ratio:5} | {shape:7} | {cells} | {sum(took.values()):9.1f} | {rate:7.0f} |")
@@ -196,34 +139,12 @@ def times_of(ratio: int, lengths: Sequence[int], table: list[str]) -> None:
 
 def times_of_configs() -> None:
     """Time all configs for one prompt of 8192 rows."""
-    for ratio in (0, 4, 128):
-        layer, tables = make_layer(ratio), tables_of(whole([8192]))
-        rows = make_rows(layer, 8192)
-        queries, keys, compressed, wanted = rows
-        found = new_found(layer, tables)
-        if found is not None:
-            assert layer.indexer is not None and wanted is not None and compressed is not None  # noqa: PT018
-            [chosen] = tables.chosen(4, TOP_K)
-            options = {"pooling": layer.indexer.pooling, "chosen": chosen, "tables": tables}
-            weights = compressed[:, -INDEX_HEADS:]
-            seen = sum((p + 1) // 4 for p in range(2051, 8192))
-            score = partial(index_scores.index_scores, wanted, weights, **options)
-            for config in index_scores.CONFIGS:
-                with part(f"index_scores {config}"):
-                    us = median_us(partial(score, config=config))
-                    print(f"      {us:.1f} us, {2 * seen * INDEX_HEADS * INDEX_DIM / us / 1e6:.0f} TFLOP/s")
-            choose = partial(choose_entries.choose_entries, score(), found, top_k=TOP_K, **options)
-            for each in choose_entries.CONFIGS:
-                with part(f"choose_entries {each}"):
-                    print(f"      {median_us(partial(choose, config=each)):.1f} us")
-        options = {"window": WINDOW, "scale": SCALE, "tables": tables, "pooling": layer.pooling, "found": found}
-        attend = partial(attend_entries.attend_entries, queries, keys, layer.recent, layer.sink, **options)
-        for shape in attend_entries.CONFIGS:
-            if shape.BM < HEADS:
-                continue
-            with part(f"attend_entries ratio {ratio} {shape}"):
-                us = median_us(partial(attend, config=shape))
-                print(f"      {us:.1f} us, {attention_flops(ratio, [8192]) / us / 1e6:.0f} TFLOP/s")
+    for case in cases():
+        for config, run_with in case.variants:
+            with part(f"{case.op} {case.shape} {config}"):
+                us = median_us(run_with)
+                rate = f", {case.num_flops / us / 1e6:.0f} TFLOP/s" if case.num_flops else ""
+                print(f"      {us:.1f} us{rate}")
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ ratio, and the share of a copy's bandwidth that the codes alone need. Weights ro
 import argparse
 import itertools
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -18,7 +19,9 @@ from typing import Any
 
 import torch
 from kernel_cases.grouped_packed import random_stack, values
+from kernel_cases.timing import capture, replay_seconds
 
+from moeyard.clients.bench.bandwidth import copy_bandwidth
 from moeyard_kernels import ops
 from moeyard_kernels.experts import expert_layout, grouped_gemm, grouped_packed
 from moeyard_kernels.experts.packed_product import PackedConfig
@@ -71,29 +74,14 @@ class Product:
 def microseconds(run: Callable[[int], object], copies: int) -> float:
     """Return the median time of a launch in a CUDA graph of at least 8 launches over all copies."""
     launches = copies * -(-8 // copies)
-    run(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def body() -> None:
         for i in range(launches):
             run(i % copies)
-    graph.replay()
-    found = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        found.append(begin.elapsed_time(end) * 1000 / launches)
-    return sorted(found)[len(found) // 2]
 
-
-def copy_bandwidth() -> float:
-    """Return bytes/us of a copy, read and written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / microseconds(lambda _: target.copy_(source), 1)
+    graph = capture(body)
+    found = [replay_seconds(graph) for _ in range(8)]
+    return statistics.median(found[1:]) * 1e6 / launches
 
 
 def clones(matrix: Matrix, count: int) -> list[Matrix]:
@@ -209,30 +197,30 @@ def experts_configs(warm: bool) -> Iterator[Product]:
         ids = torch.rand(8192, count, device="cuda").argsort(1)[:, :top_k].contiguous()
         slot_of = torch.arange(count, dtype=torch.int32, device="cuda") % slots
         x = torch.randn(8192, hidden, device="cuda").bfloat16()
-        for rows in (128,):
-            layout = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
-            h = torch.randn(layout.pairs.numel(), inner, device="cuda").bfloat16()
-            out = torch.empty(ids.numel(), hidden, dtype=torch.bfloat16, device="cuda")
-            for tiles, stages, warps in ((1, 2, 8), (1, 3, 8), (1, 4, 8), (2, 2, 8), (2, 3, 8), (1, 3, 4)):
-                for gated, matrix, source, target in ((True, gate_up, x, h), (False, down, h, out)):
-                    wide = (64 if gated else 128) // (2 if warps == 4 else 1)
-                    config = PackedConfig(BN=wide, tiles=tiles, num_stages=stages, num_warps=warps)
-                    dim = matrix.shape[-1]
-                    needed = grouped_packed.shared_bytes(config, form, dim=dim, rows=rows, gated=gated)
-                    if needed > grouped_packed.MAX_SHARED:
-                        continue
-                    run = grouped_packed.gate_up_rows if gated else grouped_packed.down_pairs
-                    more = {"top_k": top_k} if gated else {}
-                    yield Product(
-                        name=f"{name} {'gate_up' if gated else 'down'} rows={rows} tiles={tiles} stages={stages} "
-                        f"warps={warps} BN={wide}",
-                        run=lambda _, run=run, s=source, m=matrix, y=layout, t=target, c=config, more=more: run(
-                            s, m, y, out=t, config=c, **more
-                        ),
-                        bf16=None,
-                        copies=1,
-                        read=sum(a.nbytes for a in matrix.arrays),
-                    )
+        rows = 128
+        layout = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
+        h = torch.randn(layout.pairs.numel(), inner, device="cuda").bfloat16()
+        out = torch.empty(ids.numel(), hidden, dtype=torch.bfloat16, device="cuda")
+        for tiles, stages, warps in ((1, 2, 8), (1, 3, 8), (1, 4, 8), (2, 2, 8), (2, 3, 8), (1, 3, 4)):
+            for gated, matrix, source, target in ((True, gate_up, x, h), (False, down, h, out)):
+                wide = (64 if gated else 128) // (2 if warps == 4 else 1)
+                config = PackedConfig(BN=wide, tiles=tiles, num_stages=stages, num_warps=warps)
+                dim = matrix.shape[-1]
+                needed = grouped_packed.shared_bytes(config, form, dim=dim, rows=rows, gated=gated)
+                if needed > grouped_packed.MAX_SHARED:
+                    continue
+                run = grouped_packed.gate_up_rows if gated else grouped_packed.down_pairs
+                more = {"top_k": top_k} if gated else {}
+                yield Product(
+                    name=f"{name} {'gate_up' if gated else 'down'} rows={rows} tiles={tiles} stages={stages} "
+                    f"warps={warps} BN={wide}",
+                    run=lambda _, run=run, s=source, m=matrix, y=layout, t=target, c=config, more=more: run(
+                        s, m, y, out=t, config=c, **more
+                    ),
+                    bf16=None,
+                    copies=1,
+                    read=sum(a.nbytes for a in matrix.arrays),
+                )
 
 
 _MAKE = {
@@ -258,7 +246,7 @@ def warm_up(parts: list[str], index: int, count: int) -> None:
 
 
 def compile_all(parts: list[str], count: int) -> None:
-    """Compile the kernels of these parts in processes that run at once. One that hangs is ended."""
+    """Compile the kernels of these parts in several processes at once. Kill those that hang."""
     command = [sys.executable, __file__, *parts, "--of", str(count), "--index"]
     running = [subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL) for i in range(count)]
     end = time.monotonic() + _COMPILE_SECONDS
@@ -272,7 +260,7 @@ def compile_all(parts: list[str], count: int) -> None:
 def report(parts: list[str]) -> int:
     """Check and time all products. Return the number of failures."""
     copy, failures = copy_bandwidth(), 0
-    print(f"copy {copy / 1e6:.2f} TB/s", flush=True)
+    print(f"copy {copy / 1e12:.2f} TB/s", flush=True)
     for part in parts:
         print(f"\n{part}\n{'':64} {'bits':>5} {'us':>9} {'bf16 us':>9} {'ratio':>6} {'copy':>6}")
         for product in _MAKE[part](warm=False):
@@ -282,7 +270,7 @@ def report(parts: list[str]) -> int:
                     same = "equal" if torch.equal(product.run(0), product.bf16(0)) else "DIFFER"
                     failures += same != "equal"
                 took = microseconds(product.run, product.copies)
-                share = product.read / copy / took
+                share = product.read / copy / (took * 1e-6)
                 plain = microseconds(product.bf16, product.copies) if product.bf16 is not None else 0.0
                 rest = f"{plain:9.2f} {plain / took:6.2f}" if plain else f"{'':9} {'':6}"
                 print(f"{product.name:64} {same:>6} {took:8.2f} {rest} {share:6.1%}", flush=True)

@@ -4,8 +4,9 @@
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from moeyard_kernels.attention.attend_entries import EntriesConfig
 from moeyard_kernels.cuda.compressed_prompts import plan_prompts
 from moeyard_kernels.types.layers import CompressedLayer, Indexer, Pooling
 from moeyard_kernels.types.prompt_tables import PromptTables
+from moeyard_worker.scheduling.step import Chunk
 
 OPS = ("pool_blocks", "index_scores", "choose_entries", "attend_entries", "keep_last")
 
@@ -25,23 +27,6 @@ PAGE, NUM_SLOTS, POSITIONS = 64, 16, 32768
 SCALE = DIM**-0.5
 BF16, FP32 = torch.bfloat16, torch.float32
 RATIOS = (0, 4, 128)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """A `ChunkRows` of a prompt."""
-
-    start: int
-    token_ids: Sequence[int]
-    pages: Sequence[int]
-    state_slot: int
-    restored: int = -1
-    snapshots: Sequence[tuple[int, int]] = ()
-    state_ring: int = 1
-    dropped: int = 0
-    prompt: bool = True
-    fed: int | None = None
-    compaction: None = None
 
 
 def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -97,7 +82,13 @@ def make_rows(layer: CompressedLayer, count: int) -> Rows:
 
 
 def tables_of(chunks: Sequence[Chunk]) -> PromptTables:
-    return plan_prompts(chunks, PAGE, "cuda")  # type: ignore[arg-type]
+    return plan_prompts(chunks, PAGE, "cuda")
+
+
+def chunk(start: int, count: int, *, pages: Sequence[int], slot: int, **options: Any) -> Chunk:
+    """Return prompt rows of a sequence."""
+    given = {"state_slot": slot, "prompt": True, "num_sampled": 0, **options}
+    return Chunk(key=(b"", ""), start=start, token_ids=(0,) * count, pages=tuple(pages), **given)
 
 
 def whole(lengths: Sequence[int]) -> list[Chunk]:
@@ -105,7 +96,7 @@ def whole(lengths: Sequence[int]) -> list[Chunk]:
     found, page = [], 0
     for slot, length in enumerate(lengths):
         pages = range(page, page + -(-length // PAGE))
-        found.append(Chunk(start=0, token_ids=range(length), pages=pages, state_slot=slot))
+        found.append(chunk(0, length, pages=pages, slot=slot))
         page += len(pages)
     return found
 
@@ -120,9 +111,9 @@ def poolings(layer: CompressedLayer) -> list[tuple[Pooling, int]]:
 
 # A prompt, a chunk behind a slot, and one behind a restored snapshot.
 CHUNKS = [
-    Chunk(start=0, token_ids=range(333), pages=range(6), state_slot=0, snapshots=[(128, 5)]),
-    Chunk(start=2048, token_ids=range(150), pages=range(10, 45), state_slot=1),
-    Chunk(start=4096, token_ids=range(7), pages=range(50, 115), state_slot=2, restored=3, snapshots=[(4100, 3)]),
+    chunk(0, 333, pages=range(6), slot=0, snapshots=((128, 5),)),
+    chunk(2048, 150, pages=range(10, 45), slot=1),
+    chunk(4096, 7, pages=range(50, 115), slot=2, restored=3, snapshots=((4100, 3),)),
 ]
 
 
@@ -230,13 +221,14 @@ def attention_flops(ratio: int, lengths: Sequence[int]) -> int:
 def cases() -> Iterator[Case]:
     """Yield the launches of layers of each kind for a prompt of 8192 rows."""
     for ratio in RATIOS:
-        yield from _layer(ratio, 8192)
+        yield from layer_cases(ratio, [8192])
 
 
-def _layer(ratio: int, length: int) -> Iterator[Case]:
-    layer, tables = make_layer(ratio), tables_of(whole([length]))
-    queries, keys, compressed, wanted = make_rows(layer, length)
-    name = f"R{ratio} P{length}"
+def layer_cases(ratio: int, lengths: Sequence[int]) -> Iterator[Case]:
+    """Yield the launches of a layer for whole prompts."""
+    layer, tables = make_layer(ratio), tables_of(whole(lengths))
+    queries, keys, compressed, wanted = make_rows(layer, sum(lengths))
+    name = f"R{ratio} P{'+'.join(map(str, lengths))}"
     for pooling, column in poolings(layer):
         options = {"pooling": pooling, "rope": layer.rope, "eps": layer.eps, "column": column, "tables": tables}
         yield Case(
@@ -244,12 +236,15 @@ def _layer(ratio: int, length: int) -> Iterator[Case]:
             shape=f"{name} D{pooling.norm.shape[0]}",
             run=partial(pool_blocks.pool_blocks, compressed, layer.pending, **options),
             prove=partial(prove_pool, ratio),
-            num_bytes=length * 8 * pooling.bias.shape[1],
+            num_bytes=sum(lengths) * 8 * pooling.bias.shape[1],
         )
-    if layer.indexer is not None and wanted is not None and compressed is not None:
+    room = new_found(layer, tables)
+    if room is not None:
+        assert layer.indexer is not None and wanted is not None and compressed is not None  # noqa: PT018
         [chosen] = tables.chosen(ratio, TOP_K)
         options = {"pooling": layer.indexer.pooling, "chosen": chosen, "tables": tables}
-        count = sum((position + 1) // ratio for position in range(ratio * (TOP_K + 1) - 1, length))
+        first = ratio * (TOP_K + 1) - 1
+        count = sum((position + 1) // ratio for length in lengths for position in range(first, length))
         score = partial(index_scores.index_scores, wanted, compressed[:, -INDEX_HEADS:], **options)
         yield Case(
             op="index_scores",
@@ -262,7 +257,7 @@ def _layer(ratio: int, length: int) -> Iterator[Case]:
             early=False,
         )
         scores = random(len(chosen.rows), chosen.width, dtype=FP32)
-        choose = partial(choose_entries.choose_entries, scores, new_found(layer, tables), top_k=TOP_K, **options)
+        choose = partial(choose_entries.choose_entries, scores, room, top_k=TOP_K, **options)
         yield Case(
             op="choose_entries",
             shape=name,
@@ -280,7 +275,7 @@ def _layer(ratio: int, length: int) -> Iterator[Case]:
         run=attend,
         prove=partial(prove_attention, ratio, attend_entries.CONFIGS),
         num_bytes=4 * queries.numel(),
-        num_flops=attention_flops(ratio, [length]),
+        num_flops=attention_flops(ratio, lengths),
         variants=tuple((each, partial(attend, config=each)) for each in attend_entries.CONFIGS),
         early=False,
     )

@@ -110,13 +110,18 @@ def _medians(bodies: list[Callable[[], object]], *, replays: int = _REPLAYS) -> 
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(replays + 2):
         for graph, found in zip(graphs, times, strict=True):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            found.append(begin.elapsed_time(end) * 1e-3)
+            found.append(replay_seconds(graph))
     return [statistics.median(found[2:]) for found in times]
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    """Replay a graph, wait for its end, and return its seconds on the device."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3
 
 
 def capture(body: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -61,10 +61,7 @@ def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Reply]
         changes = {**changes, "prefill_chunk": max(least, changes["prefill_chunk"])}
     launches = runner(drafting)
     before = launches.num_replayed, launches.num_eager
-    # A chunk has at least the rows that the model computes together.
-    least = drafting.worker.scheduler.config.chunk_alignment
-    rows = {name: max(value, least) for name, value in changes.items() if name == "prefill_chunk"}
-    answers, stats = drafting.run(requests(), **{**changes, **rows})
+    answers, stats = drafting.run(requests(), **changes)
     same(answers, expected)
     assert launches.num_replayed - before[0] > launches.num_eager - before[1] > 0
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)

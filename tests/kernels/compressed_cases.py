@@ -2,41 +2,30 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from kernel_cases.compressed_prompts import poolings
 
 from moeyard_kernels.cuda.compressed_prompts import plan_prompts
 from moeyard_kernels.types.layers import CompressedLayer, Indexer, Pooling
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.prompt_tables import PromptTables
+from moeyard_worker.scheduling.step import Chunk
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGE = 32
+POSITIONS = 2048
+NUM_SLOTS = 10
 SPARE = 16
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """A `ChunkRows` of a prompt."""
-
-    start: int
-    token_ids: Sequence[int]
-    pages: Sequence[int]
-    state_slot: int
-    state_ring: int = 1
-    restored: int = -1
-    snapshots: Sequence[tuple[int, int]] = ()
-    prompt: bool = True
-    dropped: int = 0
-    fed: int | None = None
-    compaction: None = None
-
-
-def chunk(start: int, length: int, *, slot: int, first_page: int = 0, **options: object) -> Chunk:
-    """Return rows of a sequence whose pages descend from its last one to `first_page`."""
+def chunk(start: int, length: int, *, slot: int, first_page: int = 0, **options: Any) -> Chunk:
+    """Return prompt rows of a sequence whose pages descend from its last one to `first_page`."""
     pages = range(first_page + -(-(start + length) // PAGE) - 1, first_page - 1, -1)
-    return Chunk(start=start, token_ids=range(length), pages=pages, state_slot=slot, **options)  # type: ignore[arg-type]
+    given = {"state_slot": slot, "prompt": True, "num_sampled": 0, **options}
+    return Chunk(key=(b"", ""), start=start, token_ids=(0,) * length, pages=tuple(pages), **given)
 
 
 def tables_of(*chunks: Chunk, device: str = DEVICE) -> PromptTables:
@@ -54,9 +43,7 @@ def make_layer(
     index_heads: int = 3,
     index_dim: int = 16,
     top_k: int = 8,
-    num_pages: int = 64,
-    num_slots: int = 10,
-    length: int = 2048,
+    hidden: int = 16,
     device: str = DEVICE,
 ) -> CompressedLayer:
     """Return a layer with random weights and random state: CSA for ratio 4, HCA for others, window only for 0."""
@@ -71,10 +58,10 @@ def make_layer(
             overlaps=ratio == 4,
             bias=random(ratio, columns, dtype=torch.float32),
             norm=random(width),
-            entries=random(num_pages * PAGE // min(ratio, 16), width),
+            entries=random(POSITIONS // min(ratio, 16), width),
         )
 
-    angles = torch.rand(length, rope_dim // 2) * 6
+    angles = torch.rand(POSITIONS, rope_dim // 2) * 6
     layer = CompressedLayer(
         num_heads=heads,
         head_dim=dim,
@@ -83,8 +70,8 @@ def make_layer(
         eps=1e-6,
         rope=torch.cat((angles.cos(), angles.sin()), 1).to(device),
         sink=random(heads, dtype=torch.float32),
-        o_a=random(2, 8, heads * dim // 2),
-        recent=random(num_slots, window + SPARE, dim),
+        o_a=random(2, 24, heads * dim // 2),
+        recent=random(NUM_SLOTS, window + SPARE, dim),
     )
     if not ratio:
         return layer
@@ -94,12 +81,14 @@ def make_layer(
         indexer = Indexer(num_heads=index_heads, top_k=top_k, pooling=pooling(index_dim))
         columns += 2 * indexer.pooling.bias.shape[1]
     reach = 2 * ratio if ratio == 4 else ratio
+    # The values of a released weight.
+    weight = random(columns + (index_heads if indexer else 0), hidden, dtype=torch.bfloat16).float() / 8
     return replace(
         layer,
         pooling=main,
         indexer=indexer,
-        compress=Matrix.plain(random(columns, 16, dtype=torch.float32)),
-        pending=random(num_slots, reach + SPARE, columns, dtype=torch.float32),
+        compress=Matrix.plain(weight),
+        pending=random(NUM_SLOTS, reach + SPARE, columns, dtype=torch.float32),
     )
 
 
@@ -152,9 +141,8 @@ def make_rows(layer: CompressedLayer, count: int) -> Rows:
 
 def state_of(layer: CompressedLayer) -> list[torch.Tensor]:
     """Return slots and pages: recent, pending, entries, entries of the indexer."""
-    poolings = [each for each in (layer.pooling, layer.indexer and layer.indexer.pooling) if each is not None]
     slots = [layer.recent] if layer.pending is None else [layer.recent, layer.pending]
-    return slots + [each.entries for each in poolings]
+    return slots + [each.entries for each, _ in poolings(layer)]
 
 
 def with_own_state(layer: CompressedLayer) -> CompressedLayer:

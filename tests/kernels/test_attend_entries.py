@@ -6,7 +6,6 @@ from tests.kernels.compressed_cases import (
     DEVICE,
     DTYPES,
     PAGE,
-    Chunk,
     Rows,
     chunk,
     joined,
@@ -20,6 +19,7 @@ from moeyard_kernels.attention import attend_entries as triton_kernel
 from moeyard_kernels.attention.attend_entries import CONFIGS, EntriesConfig
 from moeyard_kernels.types.layers import CompressedLayer
 from moeyard_kernels.types.plan_parts import entries_of
+from moeyard_worker.scheduling.step import Chunk
 
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

@@ -1,13 +1,14 @@
 """Prompt rows of compressed attention on a GPU's path, against the CPU's: results and the state they leave."""
 
-from types import SimpleNamespace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.kernels.compressed_cases import (
+    DEVICE,
     DTYPES,
     PAGE,
-    Chunk,
     Rows,
     chunk,
     joined,
@@ -22,25 +23,26 @@ from moeyard_kernels.cpu.plan import CpuPlan
 from moeyard_kernels.cuda.compressed_prompts import CompressedPrompts
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.types.layers import CompressedLayer
+from moeyard_worker.scheduling.step import Chunk, Step
 
 # Launches read the interpreter's tensors, so this file runs the references without a GPU, and the kernels with one.
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-
-
-def step_of(chunks: list[Chunk]) -> SimpleNamespace:
-    return SimpleNamespace(prefill=tuple(chunks), decode=(), sample_rows=())
 
 
 def run(layer: CompressedLayer, rows: Rows, chunks: list[Chunk]) -> torch.Tensor:
     plan = CudaPlan(
-        step_of(chunks), page_size=PAGE, windows=(), flat=False, device=torch.device(DEVICE), compressed=True
+        Step(prefill=tuple(chunks)),
+        page_size=PAGE,
+        windows=(),
+        flat=False,
+        device=torch.device(DEVICE),
+        compressed=True,
     )
     return CompressedPrompts(layer).attend(*rows.parts(), plan)  # type: ignore[arg-type]
 
 
 def run_on_cpu(layer: CompressedLayer, rows: Rows, chunks: list[Chunk]) -> torch.Tensor:
-    cpu, plan = on_cpu.CpuCompressed(layer), CpuPlan(step_of(chunks), page_size=PAGE, windows=())
+    cpu, plan = on_cpu.CpuCompressed(layer), CpuPlan(Step(prefill=tuple(chunks)), page_size=PAGE, windows=())
     inputs = on_cpu._Rows(*rows.parts())  # type: ignore[arg-type]
     return torch.cat([cpu._prompt(inputs, part, plan) for part in plan.segments])
 
@@ -60,7 +62,7 @@ STEP = [
 @pytest.mark.parametrize("ratio", [0, 4, 128])
 def test_step_gives_the_cpus_result_and_state(ratio: int, dtype: torch.dtype) -> None:
     layer = make_layer(ratio, dtype=dtype, index_heads=16)
-    other, rows = with_own_state(layer), make_rows(layer, sum(len(each.token_ids) for each in STEP))
+    other, rows = with_own_state(layer), make_rows(layer, sum(each.num_tokens for each in STEP))
     wanted = run_on_cpu(other, rows, STEP)
     torch.testing.assert_close(run(layer, rows, STEP), wanted, rtol=NEAR[dtype], atol=NEAR[dtype])
     for got, expected in zip(state_of(layer), state_of(other), strict=True):
@@ -78,10 +80,9 @@ def test_chunks_continue_each_other(ratio: int) -> None:
     first, second = with_own_state(layer), with_own_state(layer)
     whole = run(layer, rows, [chunk(0, 270, slot=0)])
 
-    def part(start: int, length: int, **options: object) -> Chunk:
+    def part(start: int, length: int, **options: Any) -> Chunk:
         """Return a chunk over the pages of the whole prompt."""
-        pages = chunk(0, 270, slot=0).pages
-        return Chunk(start=start, token_ids=range(length), pages=pages, state_slot=0, **options)  # type: ignore[arg-type]
+        return replace(chunk(start, length, slot=0, **options), pages=chunk(0, 270, slot=0).pages)
 
     cut = [run(first, rows.at(0, 128), [part(0, 128)]), run(first, rows.at(128, 270), [part(128, 142)])]
     torch.testing.assert_close(torch.cat(cut), whole, rtol=1e-6, atol=1e-6)

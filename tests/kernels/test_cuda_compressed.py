@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.decode_cases import DEVICE
+from tests.kernels.compressed_cases import DEVICE, make_layer, state_of, with_own_state
 
 from moeyard_kernels.cpu.compressed_attention import CpuCompressed
 from moeyard_kernels.cpu.plan import CpuPlan, pad_rows
@@ -14,83 +14,18 @@ from moeyard_kernels.cuda.compressed import CudaCompressed
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.cuda.step_inputs import StepInputs
 from moeyard_kernels.cuda.verified_rows import Tails
-from moeyard_kernels.types.layers import CompressedLayer, Indexer, Pooling
-from moeyard_kernels.types.matrix import Matrix
+from moeyard_kernels.types.layers import CompressedLayer
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.scheduling.step import Chunk, Step
 
-PAGE, PAGES, SLOTS, WINDOW, HIDDEN = 16, 20, 5, 64, 48
-HEADS, DIM, ROPE, INDEX_HEADS, INDEX_DIM, TOP_K = 4, 32, 8, 16, 16, 20
-WIDTHS = {0: 0, 4: 4 * DIM + 4 * INDEX_DIM, 128: 2 * DIM}
+PAGE, PAGES, SLOTS, HIDDEN = 16, 20, 5, 48
 BY_RATIO = pytest.mark.parametrize("ratio", [0, 4, 128])
 NEAR = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
-def make_layer(ratio: int, dtype: torch.dtype) -> CompressedLayer:
-    """Return a layer with random weights, and random state, as a sequence at any position may have left it."""
-
-    def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(*shape).to(DEVICE, dtype)
-
-    def pooling(dim: int) -> Pooling:
-        width = 2 * dim if ratio == 4 else dim
-        return Pooling(
-            ratio=ratio,
-            overlaps=ratio == 4,
-            bias=random(ratio, width, dtype=torch.float32),
-            norm=random(dim),
-            entries=random(SLOTS * PAGES * PAGE // min(ratio, 16), dim),
-        )
-
-    angle = torch.rand(PAGES * PAGE, ROPE // 2) * 6
-    layer = CompressedLayer(
-        num_heads=HEADS,
-        head_dim=DIM,
-        rope_dim=ROPE,
-        window=WINDOW,
-        eps=1e-6,
-        rope=torch.cat((angle.cos(), angle.sin()), 1).to(DEVICE),
-        sink=random(HEADS, dtype=torch.float32),
-        o_a=random(2, 24, HEADS * DIM // 2) / 8,
-        recent=random(SLOTS, WINDOW + 16, DIM),
-    )
-    if not ratio:
-        return layer
-    more = INDEX_HEADS if ratio == 4 else 0
-    # The values of a released weight.
-    weight = (torch.randn(WIDTHS[ratio] + more, HIDDEN) / 7).bfloat16().float().to(DEVICE)
-    return replace(
-        layer,
-        pooling=pooling(DIM),
-        indexer=Indexer(num_heads=INDEX_HEADS, top_k=TOP_K, pooling=pooling(INDEX_DIM)) if more else None,
-        compress=Matrix.plain(weight),
-        pending=random(SLOTS, (8 if more else ratio) + 16, WIDTHS[ratio], dtype=torch.float32),
-    )
-
-
-def poolings(layer: CompressedLayer) -> list[Pooling]:
-    return [each for each in (layer.pooling, layer.indexer and layer.indexer.pooling) if each is not None]
-
-
-def state(layer: CompressedLayer) -> list[torch.Tensor]:
-    slots = [layer.recent] if layer.pending is None else [layer.recent, layer.pending]
-    return [*slots, *(each.entries for each in poolings(layer))]
-
-
-def with_own_state(layer: CompressedLayer) -> CompressedLayer:
-    """Return the same layer over copies of its slots and pages."""
-
-    def own(each: Pooling | None) -> Pooling | None:
-        return None if each is None else replace(each, entries=each.entries.clone())
-
-    indexer = layer.indexer
-    return replace(
-        layer,
-        recent=layer.recent.clone(),
-        pending=None if layer.pending is None else layer.pending.clone(),
-        pooling=own(layer.pooling),
-        indexer=None if indexer is None else replace(indexer, pooling=own(indexer.pooling)),  # type: ignore[arg-type]
-    )
+def layer_of(ratio: int, dtype: torch.dtype) -> CompressedLayer:
+    """Return a layer whose random state may be that of a sequence at any position."""
+    return make_layer(ratio, dtype=dtype, window=64, index_heads=16, top_k=20, hidden=HIDDEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +46,10 @@ def make_rows(layer: CompressedLayer) -> Rows:
     def random(width: int) -> torch.Tensor:
         return torch.randn(SLOTS, PAGES * PAGE, width).to(DEVICE, layer.recent.dtype)
 
-    index = INDEX_HEADS * INDEX_DIM if layer.indexer is not None else 0
-    return Rows(parts=[random(HIDDEN), random(HEADS * DIM + index), random(DIM)])
+    width = layer.num_heads * layer.head_dim
+    if layer.indexer is not None:
+        width += layer.indexer.num_heads * layer.indexer.pooling.norm.shape[0]
+    return Rows(parts=[random(HIDDEN), random(width), random(layer.head_dim)])
 
 
 def chunk(slot: int, start: int, count: int = 1) -> Chunk:
@@ -145,7 +82,7 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def check_state(found: CompressedLayer, wanted: CompressedLayer, near: float) -> None:
-    for got, expected in zip(state(found), state(wanted), strict=True):
+    for got, expected in zip(state_of(found), state_of(wanted), strict=True):
         assert relative(got, expected) < near
 
 
@@ -154,7 +91,7 @@ def check_state(found: CompressedLayer, wanted: CompressedLayer, near: float) ->
 @BY_RATIO
 def test_against_the_cpu(ratio: int, dtype: torch.dtype) -> None:
     """Steps over every kind of border: blocks of 4, 64 and 128, and the first position with a choice (80)."""
-    mine = make_layer(ratio, dtype)
+    mine = layer_of(ratio, dtype)
     other, rows = with_own_state(mine), make_rows(mine)
     on_gpu, on_cpu = CudaCompressed(mine), CpuCompressed(other)
     for shift in range(9):
@@ -169,7 +106,7 @@ def test_against_the_cpu(ratio: int, dtype: torch.dtype) -> None:
 @BY_RATIO
 def test_rows_of_a_sequence_together(ratio: int) -> None:
     """Recomputed output runs in waves, and leaves what steps of one row leave."""
-    alone = make_layer(ratio, torch.float32)
+    alone = layer_of(ratio, torch.float32)
     together, rows = with_own_state(alone), make_rows(alone)
     chunks = (chunk(0, 118, 40), chunk(1, 0, 3), chunk(2, 77, 17))
     found = CudaCompressed(together).attend(*rows.at(chunks), plan_of(*chunks))
@@ -197,7 +134,7 @@ def inputs_of(size: StepSize, tails: Tails | None = None) -> StepInputs:
 @BY_RATIO
 def test_captured_rows(ratio: int) -> None:
     """Padding rows are copies that store nothing. Nor does a step without rows, as at the capture."""
-    mine = make_layer(ratio, torch.float32)
+    mine = layer_of(ratio, torch.float32)
     other, rows = with_own_state(mine), make_rows(mine)
     layer, inputs = CudaCompressed(mine), inputs_of(StepSize(sequences=5, width=PAGES))
     inputs.begin()
@@ -214,7 +151,7 @@ def test_captured_rows(ratio: int) -> None:
 @BY_RATIO
 def test_verified_and_drafted_rows(ratio: int) -> None:
     """Three sequences with four rows each, of which the second has three and the third none; then a draft's row."""
-    mine = make_layer(ratio, torch.float32)
+    mine = layer_of(ratio, torch.float32)
     other, rows = with_own_state(mine), make_rows(mine)
     tails = Tails(max_sequences=3, num_drafts=3, limit=PAGES * PAGE, device=torch.device(DEVICE))
     layer, inputs = CudaCompressed(mine), inputs_of(StepSize(sequences=3, queries=4, width=PAGES), tails)
@@ -237,7 +174,7 @@ def test_verified_and_drafted_rows(ratio: int) -> None:
 
 def test_turns_have_the_same_bits() -> None:
     """Rows whose partial results exceed the memory for them run in turns."""
-    mine = make_layer(4, torch.bfloat16)
+    mine = layer_of(4, torch.bfloat16)
     other, rows = with_own_state(mine), make_rows(mine)
     chunks = tuple(chunk(slot, 100 + slot) for slot in range(SLOTS))
     wanted = CudaCompressed(mine).attend(*rows.at(chunks), plan_of(*chunks))

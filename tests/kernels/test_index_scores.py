@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from tests.kernels.compressed_cases import DTYPES, Chunk, Rows, chunk, make_layer, make_rows, tables_of
+from tests.kernels.compressed_cases import DTYPES, Rows, chunk, make_layer, make_rows, tables_of
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import index_scores as triton_kernel
 from moeyard_kernels.attention.index_scores import CONFIGS, ScoresConfig
 from moeyard_kernels.types.layers import CompressedLayer
+from moeyard_worker.scheduling.step import Chunk
 
 RATIO = 4
 

@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tests.kernels.compressed_cases import DEVICE, DTYPES, Chunk, chunk, tables_of
+from tests.kernels.compressed_cases import DEVICE, DTYPES, chunk, tables_of
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import keep_last as triton_kernel
+from moeyard_worker.scheduling.step import Chunk
 
 SIZE, WIDTH = 7, 5
 
@@ -48,9 +49,9 @@ def test_slots_hold_the_last_rows(run, dtype: torch.dtype) -> None:  # type: ign
     for x, old, got in zip(rows, before, after, strict=True):
         expected, first = old.clone(), 0
         for each in chunks:
-            count, source = len(each.token_ids), each.restored if each.restored >= 0 else each.state_slot
+            count, source = each.num_tokens, each.restored if each.restored >= 0 else each.state_slot
             some = x[first : first + count]
-            for end, slot in (*each.snapshots, (each.start + count, each.state_slot)):
+            for end, slot in (*each.snapshots, (each.end, each.state_slot)):
                 expected[slot] = kept(old, some, each.start, end, source if each.start else -1)
             first += count
         assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))

@@ -4,22 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.kernels.compressed_cases import DTYPES, Chunk, Rows, chunk, joined, make_layer, make_rows, tables_of
+from kernel_cases.compressed_prompts import poolings
+from tests.kernels.compressed_cases import DTYPES, Rows, chunk, joined, make_layer, make_rows, tables_of
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention import pool_blocks as triton_kernel
-from moeyard_kernels.types.layers import CompressedLayer, Pooling
+from moeyard_kernels.types.layers import CompressedLayer
+from moeyard_worker.scheduling.step import Chunk
 
 EXACT = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-def poolings(layer: CompressedLayer) -> list[tuple[Pooling, int]]:
-    """Return each pooling with its first column."""
-    assert layer.pooling is not None
-    found = [(layer.pooling, 0)]
-    if layer.indexer is not None:
-        found.append((layer.indexer.pooling, 2 * layer.pooling.bias.shape[1]))
-    return found
 
 
 def pooled(layer: CompressedLayer, rows: Rows, chunks: list[Chunk], *, reference: bool = False) -> list[torch.Tensor]:
@@ -53,7 +46,7 @@ def test_kernel_gives_the_entries_of_the_reference(ratio: int, dtype: torch.dtyp
         chunk(0, 3, slot=2, first_page=20),
         chunk(256, 4, slot=3, first_page=30, restored=4),
     ]
-    rows = make_rows(layer, sum(len(each.token_ids) for each in chunks))
+    rows = make_rows(layer, sum(each.num_tokens for each in chunks))
     wanted = pooled(layer, rows, chunks, reference=True)
     for got, expected in zip(pooled(layer, rows, chunks), wanted, strict=True):
         assert torch.equal(got.isnan(), expected.isnan())
