@@ -19,7 +19,7 @@ from moeyard.fleet.messages import (
     RenewStandby,
     Tell,
 )
-from moeyard.fleet.ranks import Pending, Ranks, Script
+from moeyard.fleet.ranks import Pending, Ranks, Script, first_error
 from moeyard_router.fleet.orders import UNKNOWN, Cancel, Drain, Forget, Hold
 from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.protocol import FIRST_VERSION
@@ -383,7 +383,7 @@ class Commands:
         yield from self._settle(task, 0)
         calls = self._ranks.checksums()
         yield from self._answers(calls)
-        if error := next((call.error for call in calls if call.error is not None), None):
+        if error := first_error(calls):
             raise Refused(f"the weights could not be read: {error}") from error
         return json.dumps([call.value for call in calls])
 
@@ -426,7 +426,7 @@ class Commands:
     def _ready(self, calls: Sequence[Pending]) -> Script[None]:
         """Wait for calls that ask ranks whether they are able to change. Raises Refused with the first reason."""
         yield from self._answers(calls)
-        if error := next((call.error for call in calls if call.error is not None), None):
+        if error := first_error(calls):
             raise Refused(str(error), 1) from error
 
     def _flush(self, task: Task) -> Script[str]:

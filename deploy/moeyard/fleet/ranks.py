@@ -101,7 +101,7 @@ class Process:
     def error(self) -> FleetError | None:
         """The reason that it cannot start, or has ended; None while it is healthy."""
         calls = (self.wait,) if self.started else (self.setting_up, self.loading)
-        found = next((call.error for call in calls if call is not None and call.error is not None), None)
+        found = first_error(call for call in calls if call is not None)
         return found or (silence([self]) if self.silent and not self.started else None)
 
 
@@ -140,6 +140,11 @@ def silence(processes: Collection[Process]) -> RanksLost:
     """Return the loss of processes that sent no heartbeat."""
     ranks, seconds = [process.rank for process in processes], max(process.silent for process in processes)
     return RanksLost(ranks, f"{named(ranks)} gave no sign of life for {seconds:.0f} s while starting")
+
+
+def first_error(found: Iterable[Pending | Process]) -> FleetError | None:
+    """Return the first error among calls or processes, None if there is none."""
+    return next((each.error for each in found if each.error is not None), None)
 
 
 class Ranks:
@@ -631,7 +636,7 @@ class Ranks:
         if resizing is None:
             raise FleetError("Ray has ended, and the new ranks with it")
         coming, plan = resizing.coming, resizing.plan
-        if error := next((p.error for p in coming.values() if p.error is not None), None):
+        if error := first_error(coming.values()):
             raise error
         if starting := [rank for rank, process in coming.items() if process.setup is None]:
             return f"starting {named(starting)}"
@@ -656,7 +661,7 @@ class Ranks:
             resizing.asked = {rank: self._call(process, "progress") for rank, process in resizing.coming.items()}
             resizing.limit = self.now + CALL_SECONDS
             return not resizing.asked
-        if error := next((call.error for call in resizing.asked.values() if call.error is not None), None):
+        if error := first_error(resizing.asked.values()):
             raise error
         silent = [rank for rank, call in resizing.asked.items() if not call.over]
         if silent and self.now > resizing.limit:
@@ -722,7 +727,7 @@ class Ranks:
         updating = self.updating
         assert updating is not None, "an update is under way"
         calls = updating.reading
-        if error := next((call.error for call in calls.values() if call.error is not None), None):
+        if error := first_error(calls.values()):
             raise error
         silent = [call.process for call in calls.values() if not call.over and call.process.silent]
         if silent:
