@@ -40,6 +40,7 @@ from moeyard_worker.config.worker_spec import AS_STARTED, ServedWeights
 
 T = TypeVar("T")
 Script = Generator[Instruction | None, Any, T]
+Identity = Mapping[str, tuple[str, str]]  # of weights, as in checkpoint/identity.py
 
 log = logging.getLogger(__name__)
 
@@ -147,6 +148,17 @@ def first_error(found: Iterable[Pending | Process]) -> FleetError | None:
     return next((each.error for each in found if each.error is not None), None)
 
 
+def differing(known: dict[str, Identity], node: str, weights: Identity) -> str:
+    """Compare a rank's weights with the first ones of the fleet and of its node. Return the file that differs, or "".
+
+    known: the first identity by node, with "" for the fleet. Weights that are the first are added.
+    """
+    for place in ("", node):
+        if name := difference(known.setdefault(place, weights), weights, one_host=bool(place)):
+            return name
+    return ""
+
+
 class Ranks:
     """Owner of all processes. `emit` receives instructions. `now` is the time of the current event."""
 
@@ -183,7 +195,7 @@ class Ranks:
         self._late_readings: tuple[Pending, ...] = ()  # reads for a resize or an update that was cancelled
         self._seats: dict[int, tuple[str, int]] | None = {} if seats else None  # node and GPU of each rank
         self._nodes: dict[int, str] = {}  # the node of each rank, lost ranks included
-        self._weights: dict[str, Mapping[str, tuple[str, str]]] = {}  # first identity by node; "": of the fleet
+        self._weights: dict[str, Identity] = {}  # first identity by node; "": of the fleet
         self._changes: dict[int, Mapping[str, Any]] = {}  # how the config of a rank differs from the fleet's
         self._unused: dict[int, Mapping[str, Any]] = {}  # old changes of ranks that do not use new ones yet
         self._open: dict[int, Pending] = {}
@@ -325,13 +337,11 @@ class Ranks:
             raise RanksLost(range(self.size), f"rank {process.rank} has moved to {facts['moved']}")
         process.setup = now = (process.setup or {}) | facts
         self._nodes[process.rank] = now["node"]
-        for node in ("", now["node"]):
-            first = self._weights.setdefault(node, now["weights"])
-            if name := difference(first, now["weights"], one_host=bool(node)):
-                raise Unrecoverable(
-                    f"{name} of rank {process.rank} differs from the fleet's: it has changed since it was loaded, and "
-                    "answers cannot continue with other weights; start moeyard serve again"
-                )
+        if name := differing(self._weights, now["node"], now["weights"]):
+            raise Unrecoverable(
+                f"{name} of rank {process.rank} differs from the fleet's: it has changed since it was loaded, and "
+                "answers cannot continue with other weights; start moeyard serve again"
+            )
 
     def _load(self, process: Process, ranks_on_host: int) -> Pending:
         process.loading = self._call(process, "load", ranks_on_host)
@@ -737,15 +747,12 @@ class Ranks:
         self._identities(updating)
         return True
 
-    def _identities(self, updating: Updating) -> dict[str, Mapping[str, tuple[str, str]]]:
+    def _identities(self, updating: Updating) -> dict[str, Identity]:
         """Return the identity of the new weights by node. Raises FleetError if ranks have read different files."""
-        found: dict[str, Mapping[str, tuple[str, str]]] = {}
+        found: dict[str, Identity] = {}
         for rank, call in updating.reading.items():
-            node, weights = self._nodes[rank], call.value["weights"]
-            for place in ("", node):
-                first = found.setdefault(place, weights)
-                if name := difference(first, weights, one_host=bool(place)):
-                    raise FleetError(f"{name} is not the same file for rank {rank} as for rank 0")
+            if name := differing(found, self._nodes[rank], call.value["weights"]):
+                raise FleetError(f"{name} is not the same file for rank {rank} as for rank 0")
         return found
 
     def update(self) -> Script[Recovered]:
