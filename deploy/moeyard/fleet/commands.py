@@ -381,7 +381,7 @@ class Commands:
         """Return each rank's digests of its weights, as JSON."""
         yield None
         yield from self._settle(task, 0)
-        calls = self._ranks.checksums()
+        calls = self._ranks.ask("weight_checksums")
         yield from self._answers(calls)
         if error := first_error(calls):
             raise Refused(f"the weights could not be read: {error}") from error
@@ -401,7 +401,7 @@ class Commands:
                         raise Refused(f"{left} requests run; pause the server or end them before it sleeps")
                 else:
                     yield from self._quiet(task, mode)
-            yield from self._ready(self._ranks.check_sleep())
+            yield from self._ready(self._ranks.ask("check_sleep"))
             yield Order(Hold(mode="keep", switches=True, asleep=level))
         except (FleetError, Refused) as error:
             self._release_held(held=not (self._ranks.paused or self._ranks.asleep))
@@ -415,7 +415,7 @@ class Commands:
         """Take the memory again, on all ranks in one epoch."""
         yield None
         yield from self._settle(task, 0)
-        yield from self._ready(self._ranks.check_wake())
+        yield from self._ready(self._ranks.ask("check_wake"))
         yield Order(Hold(mode="keep", switches=True, asleep=self._ranks.asleep))
         task.committed, now = True, self._ranks.now
         if not (yield from self._sleep_all(0)):
@@ -437,7 +437,7 @@ class Commands:
             yield None
         if left:
             raise Refused(f"{left} requests run or wait; the prefix caches are dropped when nothing does")
-        yield from self._answers(self._ranks.forget_prefixes())
+        yield from self._answers(self._ranks.ask("forget_prefixes"))
         self._emit(Order(Forget(), answered=False))
         return "flushed"
 

@@ -772,15 +772,13 @@ class Ranks:
         """Have all ranks forget weights that they have read and do not serve."""
         if self.updating is not None:
             self._late_readings = (*self._late_readings, *self.updating.reading.values())
-            for process in self.members:
-                if process.started:
-                    self._call(process, "discard_weights")
+            self.ask("discard_weights")
         self.updating = None
 
     def pause(self, *, paused: bool) -> list[Pending]:
         """Have ranks run no steps of their own, or run them again. Return the calls. One fails if its rank is lost."""
         self.paused = paused
-        return [self._call(p, "pause" if paused else "resume") for p in self.members if p.started]
+        return self.ask("pause" if paused else "resume")
 
     def sleep(self, level: int) -> Script[Recovered]:
         """End the epoch between steps, and form one in which every rank sleeps at this level, or is awake (0).
@@ -791,21 +789,9 @@ class Ranks:
         yield from self._end_epoch("falling asleep" if level else "waking up")
         return (yield from self._form((self.whole, {}), planned=True))
 
-    def check_sleep(self) -> list[Pending]:
-        """Ask all ranks whether they can sleep. Return the calls, which fail if not."""
-        return [self._call(p, "check_sleep") for p in self.members if p.started]
-
-    def check_wake(self) -> list[Pending]:
-        """Ask all ranks whether they have the room to wake. Return the calls, which fail if not."""
-        return [self._call(p, "check_wake") for p in self.members if p.started]
-
-    def forget_prefixes(self) -> list[Pending]:
-        """Have all ranks of the epoch drop their cached prefixes. Return the calls."""
-        return [self._call(p, "forget_prefixes") for p in self.members if p.started]
-
-    def checksums(self) -> list[Pending]:
-        """Have all ranks of the epoch compute digests of their weights. Return the calls."""
-        return [self._call(p, "weight_checksums") for p in self.members if p.started]
+    def ask(self, method: str) -> list[Pending]:
+        """Call a method of all ranks of the epoch. Return the calls. One fails if its rank refuses or is lost."""
+        return [self._call(process, method) for process in self.members if process.started]
 
     def validate(self) -> None:
         """Assert all invariants."""
