@@ -143,12 +143,11 @@ class Commands:
         everyone = frozenset(range(self._ranks.size))
         assert self.drained <= everyone or self._ranks.forming, "drained ranks are ranks"
         assert self.task is None or self._closed is None, "nothing is carried out after the end"
-        resizing = self.task is not None and self.task.command.name == "scale"
-        updating = self.task is not None and self.task.command.name == "update"
-        assert self._ranks.updating is None or updating or self._closed is not None, "weights come by a command"
-        assert self._ranks.resizing is None or resizing or self._closed is not None, "ranks come by a command"
-        restarting = self.task is not None and self.task.command.name == "restart"
-        assert not self._ranks.spares or restarting or self._closed is not None, "next processes come by a command"
+        if self._closed is None:
+            name = None if self.task is None else self.task.command.name
+            assert self._ranks.updating is None or name == "update", "weights come by a command"
+            assert self._ranks.resizing is None or name == "scale", "ranks come by a command"
+            assert not self._ranks.spares or name == "restart", "next processes come by a command"
 
     def _begin(self, command: Command) -> str | None:
         """Begin the task of a command, or return the text of one that finishes at once. Raises Refused."""
