@@ -1,7 +1,7 @@
 """The router's own Prometheus metrics, in registries of their own."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -203,9 +203,14 @@ class _TokenMetrics(Collector):
         yield tokens
         text = "Time between token messages of a choice."
         gaps = HistogramMetricFamily("moeyard_inter_token_latency_seconds", text, labels=["model_name"])
-        bounds = [*map(floatToGoString, TOKEN_BUCKETS), "+Inf"]
-        gaps.add_metric(self._labels, list(zip(bounds, map(float, accumulate(self._gaps)), strict=True)), self._seconds)
+        gaps.add_metric(self._labels, cumulative(TOKEN_BUCKETS, self._gaps), self._seconds)
         yield gaps
+
+
+def cumulative(bounds: Sequence[float], counts: Iterable[int]) -> list[tuple[str, float]]:
+    """Return the buckets of a histogram. `counts`: of each bucket alone, and of values above the last bound."""
+    names = [*map(floatToGoString, bounds), "+Inf"]
+    return list(zip(names, map(float, accumulate(counts)), strict=True))
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from moeyard.fleet.messages import (
     RenewStandby,
     Tell,
 )
-from moeyard.fleet.ranks import Pending, Ranks, Script
+from moeyard.fleet.ranks import Pending, Ranks, Script, first_error
 from moeyard_router.fleet.orders import UNKNOWN, Cancel, Drain, Forget, Hold
 from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.protocol import FIRST_VERSION
@@ -56,10 +56,10 @@ class Task:
 class Commands:
     """The commands of a fleet: `take` a command, `resume` the current one, `close`.
 
-    `recover(rank)` replaces a rank on purpose, `switch()` changes to the prepared size, and `update()` to the weights
-    that all ranks have read. They return whether the fleet continues; `switch` raises FleetError if it continues with
-    the old size. `beside`: a rank's next process can
-    start while the rank serves. `standby`: spare processes have imported everything.
+    `recover(rank)` replaces a rank on purpose. `switch()` changes to the prepared size, `update()` to the weights that
+    all ranks have read, and `sleep(level)` to another level of sleep. They return whether the fleet continues; `switch`
+    raises FleetError if it continues with the old size. `beside`: a rank's next process can start while the rank
+    serves. `standby`: spare processes have imported everything.
     """
 
     def __init__(
@@ -143,12 +143,11 @@ class Commands:
         everyone = frozenset(range(self._ranks.size))
         assert self.drained <= everyone or self._ranks.forming, "drained ranks are ranks"
         assert self.task is None or self._closed is None, "nothing is carried out after the end"
-        resizing = self.task is not None and self.task.command.name == "scale"
-        updating = self.task is not None and self.task.command.name == "update"
-        assert self._ranks.updating is None or updating or self._closed is not None, "weights come by a command"
-        assert self._ranks.resizing is None or resizing or self._closed is not None, "ranks come by a command"
-        restarting = self.task is not None and self.task.command.name == "restart"
-        assert not self._ranks.spares or restarting or self._closed is not None, "next processes come by a command"
+        if self._closed is None:
+            name = None if self.task is None else self.task.command.name
+            assert self._ranks.updating is None or name == "update", "weights come by a command"
+            assert self._ranks.resizing is None or name == "scale", "ranks come by a command"
+            assert not self._ranks.spares or name == "restart", "next processes come by a command"
 
     def _begin(self, command: Command) -> str | None:
         """Begin the task of a command, or return the text of one that finishes at once. Raises Refused."""
@@ -317,7 +316,7 @@ class Commands:
             yield from self._settle(task, 0)
             yield from self._quiet(task, task.command.mode)
         except GivenBack as error:
-            self._emit(Order(Hold(mode=None), answered=False))
+            self._start_requests()
             raise Refused(f"the pause was {error}") from error
         task.committed = True
         yield from self._answers(self._ranks.pause(paused=True))
@@ -327,7 +326,7 @@ class Commands:
         task.committed = True
         yield None
         yield from self._answers(self._ranks.pause(paused=False))
-        self._emit(Order(Hold(mode=None), answered=False))
+        self._start_requests()
         return "resumed"
 
     def _answers(self, calls: Sequence[Pending]) -> Script[None]:
@@ -335,14 +334,18 @@ class Commands:
         while not all(call.over for call in calls):
             yield None
 
-    def _quiet(self, task: Task, mode: Literal["abort", "wait", "keep"]) -> Script[None]:
-        """Start no more requests. Unless they are kept, wait until all that have started are over."""
-        said = False
+    def _quiet(self, task: Task, mode: Literal["abort", "wait", "keep"]) -> Script[int]:
+        """Start no more requests. Unless they are kept, wait until all that have started are over.
+
+        Return how many have started and are not over.
+        """
+        said, left = False, UNKNOWN
         while (left := (yield Order(Hold(mode=mode)))) and (mode != "keep" or left == UNKNOWN):
             if left != UNKNOWN and not said:
                 self._say(task, f"{left} requests are {'aborted' if mode == 'abort' else 'running to their ends'}")
                 said = True
             yield None
+        return left
 
     def _update(self, task: Task) -> Script[str]:
         weights, mode, held = task.command.weights, task.command.mode, False
@@ -367,13 +370,15 @@ class Commands:
             yield Order(Hold(mode="keep", switches=True))
         except FleetError as error:
             self._ranks.end_update()
-            self._release_held(held=held)
+            if held:
+                self._start_requests()
             raise Refused(f"{error}; the old weights remain in service", getattr(error, "exit_code", 1)) from error
         task.committed, now = True, self._ranks.now
         self._num_updates += 1
         if not (yield from self._update_all()):
             return ""
-        self._release_held(held=not self._ranks.paused)
+        if not self._ranks.paused:
+            self._start_requests()
         seconds = self._ranks.now - now
         return f"all ranks serve {weights} after {self._ranks.now - task.began:.1f} s, {seconds:.1f} s without steps"
 
@@ -381,9 +386,9 @@ class Commands:
         """Return each rank's digests of its weights, as JSON."""
         yield None
         yield from self._settle(task, 0)
-        calls = self._ranks.checksums()
+        calls = self._ranks.ask("weight_checksums")
         yield from self._answers(calls)
-        if error := next((call.error for call in calls if call.error is not None), None):
+        if error := first_error(calls):
             raise Refused(f"the weights could not be read: {error}") from error
         return json.dumps([call.value for call in calls])
 
@@ -394,17 +399,14 @@ class Commands:
             yield None
             yield from self._settle(task, 0)
             if not (self._ranks.paused or self._ranks.asleep):
-                if mode == "keep":
-                    while (left := (yield Order(Hold(mode="keep")))) == UNKNOWN:
-                        yield None
-                    if left:
-                        raise Refused(f"{left} requests run; pause the server or end them before it sleeps")
-                else:
-                    yield from self._quiet(task, mode)
-            yield from self._ready(self._ranks.check_sleep())
+                left = yield from self._quiet(task, mode)
+                if left:
+                    raise Refused(f"{left} requests run; pause the server or end them before it sleeps")
+            yield from self._ready(self._ranks.ask("check_sleep"))
             yield Order(Hold(mode="keep", switches=True, asleep=level))
         except (FleetError, Refused) as error:
-            self._release_held(held=not (self._ranks.paused or self._ranks.asleep))
+            if not (self._ranks.paused or self._ranks.asleep):
+                self._start_requests()
             raise Refused(str(error), getattr(error, "exit_code", 1)) from error
         task.committed = True
         if not (yield from self._sleep_all(level)):
@@ -415,7 +417,7 @@ class Commands:
         """Take the memory again, on all ranks in one epoch."""
         yield None
         yield from self._settle(task, 0)
-        yield from self._ready(self._ranks.check_wake())
+        yield from self._ready(self._ranks.ask("check_wake"))
         yield Order(Hold(mode="keep", switches=True, asleep=self._ranks.asleep))
         task.committed, now = True, self._ranks.now
         if not (yield from self._sleep_all(0)):
@@ -426,7 +428,7 @@ class Commands:
     def _ready(self, calls: Sequence[Pending]) -> Script[None]:
         """Wait for calls that ask ranks whether they are able to change. Raises Refused with the first reason."""
         yield from self._answers(calls)
-        if error := next((call.error for call in calls if call.error is not None), None):
+        if error := first_error(calls):
             raise Refused(str(error), 1) from error
 
     def _flush(self, task: Task) -> Script[str]:
@@ -437,14 +439,13 @@ class Commands:
             yield None
         if left:
             raise Refused(f"{left} requests run or wait; the prefix caches are dropped when nothing does")
-        yield from self._answers(self._ranks.forget_prefixes())
+        yield from self._answers(self._ranks.ask("forget_prefixes"))
         self._emit(Order(Forget(), answered=False))
         return "flushed"
 
-    def _release_held(self, *, held: bool) -> None:
+    def _start_requests(self) -> None:
         """Let routers start requests again."""
-        if held:
-            self._emit(Order(Hold(mode=None), answered=False))
+        self._emit(Order(Hold(mode=None), answered=False))
 
     def _scale(self, task: Task) -> Script[str]:
         size, before = task.command.size, self._ranks.size

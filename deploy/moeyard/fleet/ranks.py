@@ -40,6 +40,7 @@ from moeyard_worker.config.worker_spec import AS_STARTED, ServedWeights
 
 T = TypeVar("T")
 Script = Generator[Instruction | None, Any, T]
+Identity = Mapping[str, tuple[str, str]]  # of weights, as in checkpoint/identity.py
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,7 @@ class Process:
     def error(self) -> FleetError | None:
         """The reason that it cannot start, or has ended; None while it is healthy."""
         calls = (self.wait,) if self.started else (self.setting_up, self.loading)
-        found = next((call.error for call in calls if call is not None and call.error is not None), None)
+        found = first_error(call for call in calls if call is not None)
         return found or (silence([self]) if self.silent and not self.started else None)
 
 
@@ -142,6 +143,22 @@ def silence(processes: Collection[Process]) -> RanksLost:
     return RanksLost(ranks, f"{named(ranks)} gave no sign of life for {seconds:.0f} s while starting")
 
 
+def first_error(found: Iterable[Pending | Process]) -> FleetError | None:
+    """Return the first error among calls or processes, None if there is none."""
+    return next((each.error for each in found if each.error is not None), None)
+
+
+def differing(known: dict[str, Identity], node: str, weights: Identity) -> str:
+    """Compare a rank's weights with the first ones of the fleet and of its node. Return the file that differs, or "".
+
+    known: the first identity by node, with "" for the fleet. Weights that are the first are added.
+    """
+    for place in ("", node):
+        if name := difference(known.setdefault(place, weights), weights, one_host=bool(place)):
+            return name
+    return ""
+
+
 class Ranks:
     """Owner of all processes. `emit` receives instructions. `now` is the time of the current event."""
 
@@ -178,7 +195,7 @@ class Ranks:
         self._late_readings: tuple[Pending, ...] = ()  # reads for a resize or an update that was cancelled
         self._seats: dict[int, tuple[str, int]] | None = {} if seats else None  # node and GPU of each rank
         self._nodes: dict[int, str] = {}  # the node of each rank, lost ranks included
-        self._weights: dict[str, Mapping[str, tuple[str, str]]] = {}  # first identity by node; "": of the fleet
+        self._weights: dict[str, Identity] = {}  # first identity by node; "": of the fleet
         self._changes: dict[int, Mapping[str, Any]] = {}  # how the config of a rank differs from the fleet's
         self._unused: dict[int, Mapping[str, Any]] = {}  # old changes of ranks that do not use new ones yet
         self._open: dict[int, Pending] = {}
@@ -320,13 +337,11 @@ class Ranks:
             raise RanksLost(range(self.size), f"rank {process.rank} has moved to {facts['moved']}")
         process.setup = now = (process.setup or {}) | facts
         self._nodes[process.rank] = now["node"]
-        for node in ("", now["node"]):
-            first = self._weights.setdefault(node, now["weights"])
-            if name := difference(first, now["weights"], one_host=bool(node)):
-                raise Unrecoverable(
-                    f"{name} of rank {process.rank} differs from the fleet's: it has changed since it was loaded, and "
-                    "answers cannot continue with other weights; start moeyard serve again"
-                )
+        if name := differing(self._weights, now["node"], now["weights"]):
+            raise Unrecoverable(
+                f"{name} of rank {process.rank} differs from the fleet's: it has changed since it was loaded, and "
+                "answers cannot continue with other weights; start moeyard serve again"
+            )
 
     def _load(self, process: Process, ranks_on_host: int) -> Pending:
         process.loading = self._call(process, "load", ranks_on_host)
@@ -631,7 +646,7 @@ class Ranks:
         if resizing is None:
             raise FleetError("Ray has ended, and the new ranks with it")
         coming, plan = resizing.coming, resizing.plan
-        if error := next((p.error for p in coming.values() if p.error is not None), None):
+        if error := first_error(coming.values()):
             raise error
         if starting := [rank for rank, process in coming.items() if process.setup is None]:
             return f"starting {named(starting)}"
@@ -656,7 +671,7 @@ class Ranks:
             resizing.asked = {rank: self._call(process, "progress") for rank, process in resizing.coming.items()}
             resizing.limit = self.now + CALL_SECONDS
             return not resizing.asked
-        if error := next((call.error for call in resizing.asked.values() if call.error is not None), None):
+        if error := first_error(resizing.asked.values()):
             raise error
         silent = [rank for rank, call in resizing.asked.items() if not call.over]
         if silent and self.now > resizing.limit:
@@ -722,7 +737,7 @@ class Ranks:
         updating = self.updating
         assert updating is not None, "an update is under way"
         calls = updating.reading
-        if error := next((call.error for call in calls.values() if call.error is not None), None):
+        if error := first_error(calls.values()):
             raise error
         silent = [call.process for call in calls.values() if not call.over and call.process.silent]
         if silent:
@@ -732,15 +747,12 @@ class Ranks:
         self._identities(updating)
         return True
 
-    def _identities(self, updating: Updating) -> dict[str, Mapping[str, tuple[str, str]]]:
+    def _identities(self, updating: Updating) -> dict[str, Identity]:
         """Return the identity of the new weights by node. Raises FleetError if ranks have read different files."""
-        found: dict[str, Mapping[str, tuple[str, str]]] = {}
+        found: dict[str, Identity] = {}
         for rank, call in updating.reading.items():
-            node, weights = self._nodes[rank], call.value["weights"]
-            for place in ("", node):
-                first = found.setdefault(place, weights)
-                if name := difference(first, weights, one_host=bool(place)):
-                    raise FleetError(f"{name} is not the same file for rank {rank} as for rank 0")
+            if name := differing(found, self._nodes[rank], call.value["weights"]):
+                raise FleetError(f"{name} is not the same file for rank {rank} as for rank 0")
         return found
 
     def update(self) -> Script[Recovered]:
@@ -760,15 +772,13 @@ class Ranks:
         """Have all ranks forget weights that they have read and do not serve."""
         if self.updating is not None:
             self._late_readings = (*self._late_readings, *self.updating.reading.values())
-            for process in self.members:
-                if process.started:
-                    self._call(process, "discard_weights")
+            self.ask("discard_weights")
         self.updating = None
 
     def pause(self, *, paused: bool) -> list[Pending]:
         """Have ranks run no steps of their own, or run them again. Return the calls. One fails if its rank is lost."""
         self.paused = paused
-        return [self._call(p, "pause" if paused else "resume") for p in self.members if p.started]
+        return self.ask("pause" if paused else "resume")
 
     def sleep(self, level: int) -> Script[Recovered]:
         """End the epoch between steps, and form one in which every rank sleeps at this level, or is awake (0).
@@ -779,21 +789,9 @@ class Ranks:
         yield from self._end_epoch("falling asleep" if level else "waking up")
         return (yield from self._form((self.whole, {}), planned=True))
 
-    def check_sleep(self) -> list[Pending]:
-        """Ask all ranks whether they can sleep. Return the calls, which fail if not."""
-        return [self._call(p, "check_sleep") for p in self.members if p.started]
-
-    def check_wake(self) -> list[Pending]:
-        """Ask all ranks whether they have the room to wake. Return the calls, which fail if not."""
-        return [self._call(p, "check_wake") for p in self.members if p.started]
-
-    def forget_prefixes(self) -> list[Pending]:
-        """Have all ranks of the epoch drop their cached prefixes. Return the calls."""
-        return [self._call(p, "forget_prefixes") for p in self.members if p.started]
-
-    def checksums(self) -> list[Pending]:
-        """Have all ranks of the epoch compute digests of their weights. Return the calls."""
-        return [self._call(p, "weight_checksums") for p in self.members if p.started]
+    def ask(self, method: str) -> list[Pending]:
+        """Call a method of all ranks of the epoch. Return the calls. One fails if its rank refuses or is lost."""
+        return [self._call(process, method) for process in self.members if process.started]
 
     def validate(self) -> None:
         """Assert all invariants."""

@@ -132,12 +132,10 @@ class WeightsApi:
                 if name in body and body[name] not in values:
                     expected = " or ".join(json.dumps(value) for value in values)
                     raise BadField(f"{name}: {json.dumps(body[name])} is not served; expected {expected}", name)
-            path = text(body, "model_path")
-            if not path:
-                raise BadField("model_path: expected a directory with safetensors files", "model_path")
+            path = directory(body, "model_path")
             gentle = "keep" if flag(body, "is_async") else "wait"
             mode = "abort" if flag(body, "abort_all_requests") else gentle
-            weights = ServedWeights(version=version_of(body), directory=str(Path(path).absolute()))
+            weights = ServedWeights(version=version_of(body), directory=path)
             said = self._run("update", weights=weights, mode=mode)
         except (BadField, Refused) as fault:
             return 400, {"success": False, "message": str(fault), "num_paused_requests": 0}
@@ -214,11 +212,7 @@ class WeightsApi:
         check_names(query, ("level", "mode", "tags"))
         check_names(body, ("tags",))
         tags_of(body)  # vLLM's clients send tags, but a level has all of them
-        level, mode = query.get("level", "1"), query.get("mode", "keep")
-        if level not in ("1", "2"):
-            raise BadField(f"level: '{level}' is none of 1, 2", "level")
-        if mode not in _MODES:
-            raise BadField(f"mode: '{mode}' is none of {', '.join(_MODES)}", "mode")
+        level, mode = choice(query, "level", ("1", "2"), "1"), choice(query, "mode", _MODES, "keep")
         return 200, {"status": "sleeping", "message": self._fall_asleep(int(level), mode, _TAGS)}
 
     def _wake_up(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
@@ -236,11 +230,8 @@ class WeightsApi:
     def _pause(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
         try:
             check_names(query, ("mode", "wait_for_inflight_requests", "clear_cache"))
-            mode = query.get("mode", "abort")
-            if query.get("wait_for_inflight_requests", "false").lower() in ("true", "1"):
-                mode = "wait"
-            if mode not in _MODES:
-                raise BadField(f"mode: '{mode}' is none of {', '.join(_MODES)}", "mode")
+            waits = query.get("wait_for_inflight_requests", "false").lower() in ("true", "1")
+            mode = "wait" if waits else choice(query, "mode", _MODES, "abort")
             self._run("pause", mode=mode)
         except (BadField, Refused) as fault:
             return 400, {"error": str(fault)}
@@ -289,10 +280,8 @@ class WeightsApi:
     def _from_trainers_directory(self, body: dict[str, Any]) -> Answer:
         """Update from a directory: the form of prime-rl, which pauses the server before and resumes it behind."""
         check_names(body, ("weight_dir",))
-        path = text(body, "weight_dir")
-        if not path:
-            raise BadField("weight_dir: expected a directory with safetensors files; NCCL is not served", "weight_dir")
-        self._run("update", weights=ServedWeights(version="", directory=str(Path(path).absolute())), mode="keep")
+        path = directory(body, "weight_dir", "; NCCL is not served")
+        self._run("update", weights=ServedWeights(version="", directory=path), mode="keep")
         return 200, {"status": "ok"}
 
     def _finish(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
@@ -351,6 +340,22 @@ def text(body: Mapping[str, Any], name: str) -> str:
     if value is not None and not (isinstance(value, str) and len(value) <= 4096 and value.isprintable()):
         raise BadField(f"{name}: expected a text, got {json.dumps(value)[:80]}", name)
     return value or ""
+
+
+def directory(body: Mapping[str, Any], name: str, more: str = "") -> str:
+    """Return the absolute path in a field. Raises BadField without one, with `more` at the end of the message."""
+    path = text(body, name)
+    if not path:
+        raise BadField(f"{name}: expected a directory with safetensors files{more}", name)
+    return str(Path(path).absolute())
+
+
+def choice(query: Mapping[str, str], name: str, known: tuple[str, ...], default: str) -> str:
+    """Return a parameter of the query. Raises BadField if it is none of `known`."""
+    value = query.get(name, default)
+    if value not in known:
+        raise BadField(f"{name}: '{value}' is none of {', '.join(known)}", name)
+    return value
 
 
 def tags_of(body: Mapping[str, Any]) -> frozenset[str]:

@@ -49,9 +49,9 @@ class LongLists:
     def __init__(self) -> None:
         self._lists: list[list[bytes]] = []
 
-    def add(self, items: Iterable[bytes]) -> orjson.Fragment:
-        """Store a list of encoded items and return its placeholder."""
-        pieces, waiting, size = [b"["], list[bytes](), 0
+    def add(self, items: Iterable[bytes | bytearray]) -> orjson.Fragment:
+        """Store a list of encoded items, or of runs of them with commas between, and return its placeholder."""
+        pieces, waiting, size = [b"["], list[bytes | bytearray](), 0
         for item in items:
             waiting.append(item)
             size += len(item)

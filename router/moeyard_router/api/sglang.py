@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from moeyard_router.api.choice import ABORTED, Choice, Delta
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.intake import Intake, Job
-from moeyard_router.api.replies import DONE_EVENT, LOWEST_LOGPROB, LongLists, Served, prompt_scores
+from moeyard_router.api.replies import DONE_EVENT, LOWEST_LOGPROB, PIECE_BYTES, LongLists, Served, prompt_scores
 from moeyard_router.api.schema import CacheSalt, Count, Seed, ShapeFields
 from moeyard_router.api.token_ids import NEUTRAL, AllRoomCompletion
 from moeyard_router.api.translation import Translation, given
@@ -171,13 +171,25 @@ def routed_bytes(shape: RoutedShape, experts: bytes | bytearray) -> bytearray:
 
 
 class _Output:
-    """The output of one choice so far. Its log-probabilities are encoded once."""
+    """The output of one choice so far.
+
+    scores, tops: its log-probabilities, encoded once, in runs of about PIECE_BYTES. Every event of a stream has all of
+    them, and joining 8,000 items takes 0.5 ms.
+    """
 
     def __init__(self) -> None:
         self.text, self.ids = "", list[int]()
-        self.scores, self.tops = list[bytes](), list[bytes]()
+        self.scores, self.tops = list[bytearray](), list[bytearray]()
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
+
+
+def _append(runs: list[bytearray], item: bytes) -> None:
+    """Append an item to a list whose encoded items are joined in runs."""
+    if runs and len(runs[-1]) < PIECE_BYTES:
+        runs[-1] += b"," + item
+    else:
+        runs.append(bytearray(item))
 
 
 class SglangWriter:
@@ -229,9 +241,9 @@ class SglangWriter:
         output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
         if self._job.logprobs is not None:
             for token_id, entry in zip(delta.token_ids, delta.logprobs, strict=True):
-                output.scores.append(orjson.dumps(self._scored(token_id, entry.logprob)))
+                _append(output.scores, orjson.dumps(self._scored(token_id, entry.logprob)))
                 if self._job.logprobs:
-                    output.tops.append(orjson.dumps(self._top(entry)))
+                    _append(output.tops, orjson.dumps(self._top(entry)))
 
     def _result(self, index: int, choices: Sequence[Choice]) -> dict[str, Any]:
         output, choice = self._outputs[index], choices[index]

@@ -7,18 +7,16 @@ labels are those of vllm/v1/metrics/loggers.py in vLLM's repository.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 from types import MappingProxyType
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
-from prometheus_client.utils import floatToGoString
 
 from moeyard_router.fleet.collector import SLEEP_STATES, Family, kind_of, kv_usage, total
 from moeyard_router.fleet.fleet import Fleet
-from moeyard_router.metrics import RouterMetrics
+from moeyard_router.metrics import RouterMetrics, cumulative
 from moeyard_worker.protocol import STEP_ROWS
 
 # Name, field of the snapshot that is summed over ranks, help.
@@ -94,16 +92,18 @@ class VllmFleetAliases(Collector):
         workers = self._fleet.admission.describe()["workers"]
         for name, field, text in _FLEET:
             value = total(workers, field)
-            if value is not None:
-                queued = self._fleet.num_queued if field == "num_waiting" else 0
-                yield self._one(kind_of(field), name, text, value + queued)
-            if value is not None and field == "num_waiting":
+            if value is None:
+                continue
+            if field == "num_waiting":
+                value += self._fleet.num_queued
+            yield self._one(kind_of(field), name, text, value)
+            if field == "num_waiting":
                 yield self._labelled(
                     GaugeMetricFamily,
                     "num_requests_waiting_by_reason",
                     "The same by reason.",
                     label="reason",
-                    values={"capacity": value + queued, "deferred": 0},
+                    values={"capacity": value, "deferred": 0},
                 )
         yield from self._steps(workers)
         yield self._labelled(
@@ -137,9 +137,7 @@ class VllmFleetAliases(Collector):
             family = HistogramMetricFamily(
                 "vllm:iteration_tokens_total", "Rows of a rank's step that has rows.", labels=("model_name", "engine")
             )
-            bounds = [*map(floatToGoString, STEP_ROWS), "+Inf"]
-            counts = list(zip(bounds, map(float, accumulate(steps)), strict=True))
-            family.add_metric((self._model_name, _ENGINE), counts, float(rows))
+            family.add_metric((self._model_name, _ENGINE), cumulative(STEP_ROWS, steps), float(rows))
             yield family
         accepted = _sums(snapshot["accepted_by_place"] for snapshot in snapshots)
         if accepted:
