@@ -220,7 +220,7 @@ class Commands:
     def _release(self, rank: int) -> None:
         """Let a rank take requests again."""
         self.drained -= {rank}
-        self._emit(Order(self._order(rank).drain, answered=False))
+        self._emit(Order(self._order(rank).order, answered=False))
 
     def _undrain(self, rank: int) -> str:
         task = self.task
@@ -464,7 +464,7 @@ class Commands:
         except FleetError as error:
             self._ranks.end_resize()
             self.drained -= task.leaving - task.drained
-            self._emit(Order(self._order().drain, answered=False))
+            self._emit(Order(self._order().order, answered=False))
             reason = f"{error}; the fleet goes on with {counted(self._ranks.size)}"
             raise Refused(reason, getattr(error, "exit_code", 1)) from error
         self._say(task, f"going on with {counted(size)}, {self._ranks.now - now:.1f} s without steps")

@@ -200,7 +200,7 @@ class Examine:
 class Order:
     """Send an order to all routers. If `answered`, the answer is their number of sequences, or UNKNOWN."""
 
-    drain: FleetOrder
+    order: FleetOrder
     answered: bool = True
 
 
