@@ -1,4 +1,4 @@
-"""Operator commands of a running fleet: drain, undrain, rolling restart, scale, pause, resume, update of the weights.
+"""Operator commands of a running fleet: drain, undrain, rolling restart, scale, pause, update of the weights, sleep.
 
 One command runs at a time. A loss goes first, and a command pauses until the fleet has recovered. Pure.
 """
@@ -330,7 +330,7 @@ class Commands:
         return "resumed"
 
     def _answers(self, calls: Sequence[Pending]) -> Script[None]:
-        """Wait for calls. One whose rank is lost fails, and the rank's next process gets the same state."""
+        """Wait for calls. The call of a lost rank fails, and the rank's next process starts in the same state."""
         while not all(call.over for call in calls):
             yield None
 
@@ -363,7 +363,7 @@ class Commands:
             self._say(task, f"all ranks read {weights}")
             while not self._ranks.update_is_read():
                 yield None
-            # During a pause nothing runs anyway, and the pause has said what becomes of requests.
+            # During a pause nothing runs, and the pause has decided about the requests.
             if not (self._ranks.paused or self._ranks.asleep) and mode != "keep":
                 held = True
                 yield from self._quiet(task, mode)
@@ -414,7 +414,7 @@ class Commands:
         return f"asleep at level {level}, all ranks have freed {format_size(self._ranks.freed)}"
 
     def _wake(self, task: Task) -> Script[str]:
-        """Take the memory again, on all ranks in one epoch."""
+        """Allocate the memory again on all ranks in one epoch."""
         yield None
         yield from self._settle(task, 0)
         yield from self._ready(self._ranks.ask("check_wake"))

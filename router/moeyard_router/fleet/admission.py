@@ -115,7 +115,7 @@ class Admission:
         self._emit(Changed())
 
     def replace(self, now: float, addresses: tuple[WorkerAddress, ...], facts: Mapping[str, Any] | None) -> None:
-        """Continue with these workers. `facts` are the launcher's facts about the incident, with a
+        """Continue with these workers. `facts` are the launcher's facts about the incident. They have a
         `weight_version` if the weights have changed.
 
         Workers that keep their endpoint and are not lost keep their sequences. Other sequences continue once all
@@ -141,7 +141,7 @@ class Admission:
         if self._recovers and (new or not self.is_whole):
             self._wait(now, "workers were replaced")
         if updated:
-            # Workers compute these prompts again. Nobody else may continue from data of the old weights.
+            # Workers compute their own prompts again. Data of the old weights about the others are of no use.
             for flight in self.flights.by_name.values():
                 if not flight.output and flight.rank is None:
                     flight.scored = flight.routed = 0
@@ -412,7 +412,7 @@ class Admission:
 
     @property
     def held(self) -> str | None:
-        """Why no request starts, or None (`Hold`)."""
+        """The reason that no request starts (`Hold`), or None."""
         if self.asleep:
             return _ASLEEP.format(level=self.asleep)
         return _PAUSED if self._held else None
