@@ -85,7 +85,7 @@ def test_update_is_planned_and_requests_stay_at_their_ranks():
     assert of(Run, played.submit("b")) == []
     instructions = change(played, "v2", "print")
     (ended,) = of(Ended, instructions)
-    assert (ended.incident.planned, ended.incident.updates) == (frozenset(), True)
+    assert (ended.incident.planned, ended.incident.change) == (frozenset(), "update")
     assert [run[1] for run in where(instructions)] == ["b-0"], "a-0 goes on where it is"
     assert played.machine.flights.by_name["a-0"].rank == 0
 
