@@ -124,6 +124,16 @@ def test_fingerprint_follows_the_weights():
     assert played.machine.identified("v1") != played.machine.identified("v2"), "answers that began before keep theirs"
 
 
+def test_fingerprints_of_the_latest_256_versions_are_kept():
+    played = MachineDriver(fingerprint="start")
+    for number in range(300):
+        change(played, f"v{number}")
+    known = [
+        number for number in range(300) if played.machine.identified(f"v{number}") != {"system_fingerprint": "fp_start"}
+    ]
+    assert known == list(range(44, 300))
+
+
 def test_sleep_outlasts_a_resume():
     """Requests queue until the server is awake, and until nobody pauses it."""
     played = MachineDriver()

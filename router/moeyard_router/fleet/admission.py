@@ -567,10 +567,10 @@ class Admission:
         snapshots = [rank.snapshot for rank in self.ranks if rank.snapshot is not None]
         found = frozenset(each.fingerprint for each in snapshots if each.weight_version == version)
         if version and found != self._prints.get(version, (None, ""))[0]:
-            # Forget versions whose answers are long gone.
-            for old in list(self._prints)[: len(self._prints) + 1 - _MOST_VERSIONS]:
-                del self._prints[old]
             self._prints[version] = found, system_fingerprint(found, self._config.kv_compression)
+            if len(self._prints) > _MOST_VERSIONS:
+                # Forget the oldest version, whose answers are long gone.
+                del self._prints[next(iter(self._prints))]
 
     # Whether the fleet is whole.
 
