@@ -109,14 +109,17 @@ class RouterMetrics:
         self.recovery_seconds = histogram(
             "recovery_seconds", "From a loss until the fleet was whole again.", RECOVERY_BUCKETS
         )
-        self.restarts = made(
-            Counter, "worker_restarts", "Times that the fleet was whole again after a restart on purpose."
-        )
-        self.scalings = made(
-            Counter, "fleet_scalings", "Times that the fleet was whole again with more or fewer workers."
-        )
-        self.sleeps = made(Counter, "sleep_changes", "Times that the fleet fell asleep or woke up.")
-        self.updates = made(Counter, "weight_updates", "Times that the fleet was whole again with other weights.")
+        # Changes on purpose, by kind.
+        self.changes = {
+            "restart": made(
+                Counter, "worker_restarts", "Times that the fleet was whole again after a restart on purpose."
+            ),
+            "scale": made(
+                Counter, "fleet_scalings", "Times that the fleet was whole again with more or fewer workers."
+            ),
+            "sleep": made(Counter, "sleep_changes", "Times that the fleet fell asleep or woke up."),
+            "update": made(Counter, "weight_updates", "Times that the fleet was whole again with other weights."),
+        }
         self.carried = made(Counter, "requests_carried", "Sequences that continued on another rank or connection.")
         self.recomputed = made(
             Counter,

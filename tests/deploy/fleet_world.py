@@ -216,7 +216,7 @@ class World:
     def _carry_out(self, instruction: Instruction) -> Event | None:
         answers: dict[type, Callable[[Any], Any]] = {
             Examine: lambda it: self.ends.get(self.rank_of(it.process)),
-            Order: lambda it: self._order(it.drain),
+            Order: lambda it: self._order(it.order),
             ReservePlaces: lambda it: self.did.append(("reserve", *it.ranks)) or self.lacks,
             StartRay: lambda it: self._start_ray(),
         }

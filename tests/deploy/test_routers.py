@@ -17,7 +17,7 @@ from moeyard.fleet import routers
 from moeyard.fleet.routers import RouterProcesses
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.orders import UNKNOWN, Drain
-from moeyard_router.http.process import Drained
+from moeyard_router.http.process import Obeyed
 
 CONFIG = RouterConfig(
     model_name="tiny",
@@ -33,7 +33,7 @@ class FakeRouter(routers._Router):
 
     def __init__(self) -> None:
         self.pipe, self.theirs = Pipe()
-        self.drained, self.owed, self.replacing = 0, 0, False
+        self.answer, self.owed, self.replacing = 0, 0, False
 
 
 class Launcher:
@@ -56,7 +56,7 @@ class Launcher:
     def say(self, index: int, sequences: int) -> None:
         """Let router `index` answer its oldest open order."""
         assert isinstance(self.pipes[index].recv(), Drain)
-        self.pipes[index].send(Drained(sequences))
+        self.pipes[index].send(Obeyed(sequences))
         self.routers._take(self.routers._routers[index])
 
     def close(self) -> None:

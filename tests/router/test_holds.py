@@ -85,7 +85,7 @@ def test_update_is_planned_and_requests_stay_at_their_ranks():
     assert of(Run, played.submit("b")) == []
     instructions = change(played, "v2", "print")
     (ended,) = of(Ended, instructions)
-    assert (ended.incident.planned, ended.incident.updates) == (frozenset(), True)
+    assert (ended.incident.planned, ended.incident.change) == (frozenset(), "update")
     assert [run[1] for run in where(instructions)] == ["b-0"], "a-0 goes on where it is"
     assert played.machine.flights.by_name["a-0"].rank == 0
 
@@ -122,6 +122,16 @@ def test_fingerprint_follows_the_weights():
         expected = {"system_fingerprint": f"fp_{system_fingerprint([f'print of {version}'], None)}"}
         assert played.machine.identified() == played.machine.identified(version) == expected
     assert played.machine.identified("v1") != played.machine.identified("v2"), "answers that began before keep theirs"
+
+
+def test_fingerprints_of_the_latest_256_versions_are_kept():
+    played = MachineDriver(fingerprint="start")
+    for number in range(300):
+        change(played, f"v{number}")
+    known = [
+        number for number in range(300) if played.machine.identified(f"v{number}") != {"system_fingerprint": "fp_start"}
+    ]
+    assert known == list(range(44, 300))
 
 
 def test_sleep_outlasts_a_resume():

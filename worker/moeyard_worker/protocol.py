@@ -332,7 +332,7 @@ class Snapshot:
     kv_pages_total, kv_pages_free: pages of this rank. Pages that only the prefix index holds count as free.
     generation_tokens and all below: this rank's expert slots, and totals since its start, as in its metrics. None if
         the rank does not know them (hits that a device counts) or does not do it (drafts).
-    num_drafts, accepted_by_place: sequences and steps whose drafts were verified, and drafts accepted at each place.
+    num_drafts: verifications of one or more drafts of a sequence. accepted_by_place: drafts accepted at each place.
     steps_by_rows, step_rows: the rank's steps with rows, counted by the bounds STEP_ROWS with one count above them, and
         the sum of their rows.
     """

@@ -1,4 +1,4 @@
-"""Operator commands of a running fleet: drain, undrain, rolling restart, scale, pause, resume, update of the weights.
+"""Operator commands of a running fleet: drain, undrain, rolling restart, scale, pause, update of the weights, sleep.
 
 One command runs at a time. A loss goes first, and a command pauses until the fleet has recovered. Pure.
 """
@@ -220,7 +220,7 @@ class Commands:
     def _release(self, rank: int) -> None:
         """Let a rank take requests again."""
         self.drained -= {rank}
-        self._emit(Order(self._order(rank).drain, answered=False))
+        self._emit(Order(self._order(rank).order, answered=False))
 
     def _undrain(self, rank: int) -> str:
         task = self.task
@@ -330,7 +330,7 @@ class Commands:
         return "resumed"
 
     def _answers(self, calls: Sequence[Pending]) -> Script[None]:
-        """Wait for calls. One whose rank is lost fails, and the rank's next process gets the same state."""
+        """Wait for calls. The call of a lost rank fails, and the rank's next process starts in the same state."""
         while not all(call.over for call in calls):
             yield None
 
@@ -363,7 +363,7 @@ class Commands:
             self._say(task, f"all ranks read {weights}")
             while not self._ranks.update_is_read():
                 yield None
-            # During a pause nothing runs anyway, and the pause has said what becomes of requests.
+            # During a pause nothing runs, and the pause has decided about the requests.
             if not (self._ranks.paused or self._ranks.asleep) and mode != "keep":
                 held = True
                 yield from self._quiet(task, mode)
@@ -414,7 +414,7 @@ class Commands:
         return f"asleep at level {level}, all ranks have freed {format_size(self._ranks.freed)}"
 
     def _wake(self, task: Task) -> Script[str]:
-        """Take the memory again, on all ranks in one epoch."""
+        """Allocate the memory again on all ranks in one epoch."""
         yield None
         yield from self._settle(task, 0)
         yield from self._ready(self._ranks.ask("check_wake"))
@@ -464,7 +464,7 @@ class Commands:
         except FleetError as error:
             self._ranks.end_resize()
             self.drained -= task.leaving - task.drained
-            self._emit(Order(self._order().drain, answered=False))
+            self._emit(Order(self._order().order, answered=False))
             reason = f"{error}; the fleet goes on with {counted(self._ranks.size)}"
             raise Refused(reason, getattr(error, "exit_code", 1)) from error
         self._say(task, f"going on with {counted(size)}, {self._ranks.now - now:.1f} s without steps")

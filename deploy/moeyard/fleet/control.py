@@ -51,7 +51,7 @@ def directory() -> Path:
 
 
 def socket_path(port: int) -> Path:
-    """Return the path of the control socket of the server at `port`, which this process is."""
+    """Return the path of this process's control socket. `port`: that of its API."""
     return directory() / f"{port}-{os.getpid()}.sock"
 
 
@@ -151,7 +151,7 @@ class HttpHandler(BaseHTTPRequestHandler):
         if status == 401:
             self.send_header("WWW-Authenticate", 'Bearer realm="moeyard"')
         self.end_headers()
-        with contextlib.suppress(OSError):  # boundary: it has left
+        with contextlib.suppress(OSError):  # boundary: the client has disconnected
             self.wfile.write(data)
 
     def _checked(self) -> Answer:
@@ -178,7 +178,7 @@ class HttpHandler(BaseHTTPRequestHandler):
         return api.answer(self.command, self.path, data)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: `_checked` does."""
+        """Log nothing, because `_checked` logs requests."""
 
 
 class _CommandHandler(socketserver.StreamRequestHandler):
@@ -189,7 +189,7 @@ class _CommandHandler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         """Read a command, run it and answer. The command continues if its client disconnects."""
-        with contextlib.suppress(OSError):  # boundary: it sends nothing
+        with contextlib.suppress(OSError):  # boundary: the client sends nothing
             # An HTTP request begins with its method.
             if self.connection.recv(4, socket.MSG_PEEK).startswith((b"GET ", b"POST")):
                 HttpHandler(self.connection, ("control", 0), self.server)
@@ -214,7 +214,7 @@ class _CommandHandler(socketserver.StreamRequestHandler):
             self._answer(done=done)
 
     def _answer(self, **fields: Any) -> None:
-        with contextlib.suppress(OSError):  # boundary: it has left
+        with contextlib.suppress(OSError):  # boundary: the client has disconnected
             self.connection.sendall(json.dumps(fields).encode() + b"\n")
 
 

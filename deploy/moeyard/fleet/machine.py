@@ -119,7 +119,7 @@ class FleetMachine:
         self._budgets = RankBudgets(limit, window)
         self._launched = self._all_ended = False
         self._missed: dict[int, str] = {}
-        self._weights = self.ranks.weights  # those that routers know of
+        self._weights = self.ranks.weights  # the weights that routers know of
         self._last_word = 0.0
         self._main: Script[Any] | None = self._launch()  # the launch, a recovery or an admission
         self._asker: Script[Any] | None = None  # the script that waits for Answered: the main one or a command's
@@ -313,12 +313,12 @@ class FleetMachine:
         return True
 
     def _update(self) -> Script[bool]:
-        """Change to the weights that all ranks have read. Return whether the fleet continues, always with these."""
+        """Change to the weights that all ranks have read. Return whether the fleet continues, with these weights."""
         yield from self._change(self.ranks.update(), "the weights were updated")
         return self.failure is None
 
     def _sleep(self, level: int) -> Script[bool]:
-        """Fall asleep at this level, or wake up (0). Return whether the fleet continues, always so."""
+        """Fall asleep at this level, or wake up (0). Return whether the fleet continues, in this state."""
         what = f"the server fell asleep (level {level})" if level else "the server woke up"
         yield from self._change(self.ranks.sleep(level), what)
         return self.failure is None

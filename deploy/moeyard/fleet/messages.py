@@ -131,10 +131,11 @@ class StandbyReady:
 class Command:
     """An operator's command. Tell and Finish refer to its `number`. A restart without `ranks` restarts each in turn.
 
-    mode: what becomes of running requests, as in `Hold`, for a pause and for an update to `weights`. A server that is
-        not paused falls asleep with "abort" and "wait", and refuses with "keep" while requests run.
-    level: at which the server sleeps.
-    names: of the requests that "cancel" ends, as in `Cancel`.
+    mode: the fate of running requests in a pause, an update or a sleep, as in `Hold`. While requests run, a sleep with
+        "keep" is refused, unless the server is paused.
+    weights: the new weights of an update.
+    level: the level of a sleep.
+    names: the requests that "cancel" ends, as in `Cancel`.
     """
 
     number: int
@@ -200,7 +201,7 @@ class Examine:
 class Order:
     """Send an order to all routers. If `answered`, the answer is their number of sequences, or UNKNOWN."""
 
-    drain: FleetOrder
+    order: FleetOrder
     answered: bool = True
 
 

@@ -72,7 +72,7 @@ class Process:
     `epoch` and `placement` are those of its setup. The call `wait` returns when the process stops or loses a peer;
     `loss` is that report until the process rejoins. `has`: experts that it serves, or will serve when it starts.
     `read`: experts that it has read for a later epoch. `silent`: seconds without a heartbeat, 0 while within limits.
-    `weights`: those that it serves, or will serve when it starts. `asleep`: the level at which it sleeps, 0 if awake.
+    `weights`: served, or to be served when it starts. `asleep`: the level at which it sleeps, 0 if awake.
     """
 
     number: int
@@ -182,10 +182,10 @@ class Ranks:
         self.spares: dict[int, Process] = {}  # the next process of a rank that still serves
         self.resizing: Resizing | None = None
         self.updating: Updating | None = None
-        self.weights = AS_STARTED  # what every rank of an epoch serves
-        self.paused = False  # whether ranks run no steps of their own
+        self.weights = AS_STARTED  # the weights that every rank of an epoch serves
+        self.paused = False  # whether ranks only take part in steps of their peers
         self.asleep = 0  # the level at which every rank of an epoch sleeps, 0 if awake
-        self.freed = 0  # bytes that the ranks have given back together
+        self.freed = 0  # memory that all sleeping ranks have freed, in bytes
         self.whole = self.placed = placement  # placement of all ranks, and of the current or last epoch
         self.runs = self.forming = False
         self.ray_ended: str | None = None
@@ -514,7 +514,7 @@ class Ranks:
         yield from self.gather({p.rank: self._call(p, "use_weights", self.weights) for p in behind})
 
     def _change_sleep(self, members: Iterable[Process]) -> Script[None]:
-        """Have ranks fall asleep or wake up, as the fleet is to be. No rank runs a step."""
+        """Have ranks fall asleep or wake up, until all are at the level `asleep`. No rank runs a step."""
         behind = [process for process in members if process.asleep != self.asleep]
         call = ("sleep", self.asleep) if self.asleep else ("wake",)
         yield from self.gather({p.rank: self._call(p, *call) for p in behind})
@@ -550,7 +550,7 @@ class Ranks:
         """Return the placement to serve with, and the extra slots that its ranks may take."""
         survivors = [process for process in self.members if process.started]
         away = {process.rank for process in self.members if not process.started}
-        # Ranks that sleep have given their memory back, and run no steps.
+        # Sleeping ranks have freed their memory and run no steps.
         if not away or not survivors or self.asleep:
             return self.whole, {}
         return without(
@@ -783,7 +783,7 @@ class Ranks:
     def sleep(self, level: int) -> Script[Recovered]:
         """End the epoch between steps, and form one in which every rank sleeps at this level, or is awake (0).
 
-        From the first call on there is no way back: RanksLost means `replace`, whose new processes become so, too.
+        From the first call on there is no way back: RanksLost means `replace`, whose new processes get the same level.
         """
         self.asleep = level
         yield from self._end_epoch("falling asleep" if level else "waking up")

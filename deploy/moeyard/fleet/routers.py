@@ -27,8 +27,8 @@ from moeyard_router.api.request_scope import log_context
 from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.fleet.orders import UNKNOWN, Drain, FleetOrder, Hold
 from moeyard_router.http.process import (
-    Drained,
     GiveUp,
+    Obeyed,
     Ready,
     Replace,
     Replaced,
@@ -73,7 +73,7 @@ class _Router:
         self.seat = seat
         self.ready = False
         self.replacing = False
-        self.drained: int | None = 0  # its answer to the last order, None: none yet
+        self.answer: int | None = 0  # its answer to the last order, None: none yet
         self.owed = 0  # answers to orders outstanding; a busy router answers late, but in order
         self.process: BaseProcess = context.Process(
             target=run_logged, args=(config, seat, theirs, log), name=f"router-{seat.index}", daemon=True
@@ -94,7 +94,7 @@ class _Router:
             self.pipe.send(message)
             self.owed += isinstance(message, FleetOrder)
         except (BrokenPipeError, ConnectionResetError):
-            self.replacing, self.drained = False, self.drained or 0
+            self.replacing, self.answer = False, self.answer or 0
 
 
 class RouterProcesses:
@@ -129,7 +129,7 @@ class RouterProcesses:
         # Several threads write to the pipe, in several writes per message. A handler of signals may interrupt one.
         self._telling = threading.RLock()
         self._then: Callable[[], None] | None = None
-        self._drained: Callable[[int], None] | None = None
+        self._answered: Callable[[int], None] | None = None
         self._stopping = False
         self._until = math.inf  # when remaining routers are killed
 
@@ -158,7 +158,7 @@ class RouterProcesses:
 
     def obey(self, order: FleetOrder, then: Callable[[int], None]) -> None:
         """As `RouterServer.obey`; `then` gets the sum over all routers. From any thread, one order at a time."""
-        self._drained = then
+        self._answered = then
         self._tell_loop(order)
 
     def give_up(self, reason: str) -> None:
@@ -256,14 +256,14 @@ class RouterProcesses:
             workers = tuple(dataclasses.replace(w, draining=w.rank in order.ranks) for w in self._config.workers)
             self._config = dataclasses.replace(self._config, workers=workers)
         for router in self._routers:
-            router.drained = None
+            router.answer = None
             router.say(order)
-        self._all_drained()
+        self._all_answered()
 
-    def _all_drained(self) -> None:
-        counts = [router.drained for router in self._routers]
-        if self._drained is not None and None not in counts:
-            then, self._drained = self._drained, None
+    def _all_answered(self) -> None:
+        counts = [router.answer for router in self._routers]
+        if self._answered is not None and None not in counts:
+            then, self._answered = self._answered, None
             then(UNKNOWN if UNKNOWN in counts else sum(count or 0 for count in counts))
 
     def _take(self, router: _Router) -> None:
@@ -282,11 +282,11 @@ class RouterProcesses:
         elif isinstance(message, Replaced):
             router.replacing = False
             self._replaced()
-        elif isinstance(message, Drained):
+        elif isinstance(message, Obeyed):
             router.owed -= 1
             if not router.owed:
-                router.drained = message.sequences
-                self._all_drained()
+                router.answer = message.sequences
+                self._all_answered()
 
     def _take_loss(self, loss: WorkerLost) -> None:
         """Report each loss once. Ignore a worker that has been replaced since."""
@@ -304,7 +304,7 @@ class RouterProcesses:
         self._routers.remove(router)
         router.pipe.close()
         self._replaced()
-        self._all_drained()
+        self._all_answered()
         if self._stopping:
             return
         _log.error(

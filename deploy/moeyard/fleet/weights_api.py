@@ -30,7 +30,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {"load_format": (None, "auto", "safetensors"), "keep_pause": (False,), "manifest": (None,)}
 )
 _MODES = ("abort", "wait", "keep")
-# The parts of memory that sleep gives back, by vLLM's and SGLang's names. Here all of them wake up together.
+# The parts of memory that sleep frees, by vLLM's and SGLang's names. Here all of them wake up together.
 _TAGS = frozenset(("weights", "kv_cache", "cuda_graph"))
 # SGLang's modes of a pause. Requests that were kept are computed again if the weights change.
 _SGLANG_MODES = MappingProxyType({"abort": "abort", "retract": "keep", "in_place": "keep"})
@@ -63,7 +63,7 @@ class WeightsApi:
     def __init__(self, command: Callable[..., str], state: Callable[[], FleetState]) -> None:
         self._command, self._state = command, state
         self._lock = threading.Lock()
-        self._files: list[str] | None = None  # of the update that has begun
+        self._files: list[str] | None = None  # the files of the update that has begun
         self._baseline: dict[str, str] | None = None
         self._sleeping: frozenset[str] = frozenset()  # tags that must still be woken
         self._routes: dict[tuple[str, str], Callable[[dict[str, Any], dict[str, str]], Answer]] = {
@@ -155,7 +155,7 @@ class WeightsApi:
         return 200, {"message": "Generation continued successfully.", "status": "ok"}
 
     def _flush(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
-        """Also of vLLM, whose clients ask for nothing else with these fields."""
+        """Drop the prefix caches. vLLM's clients may send the last two fields, as false."""
         check_names({**query, **body}, ("timeout", "reset_running_requests", "reset_external"))
         for each in (query, body):
             for name in ("reset_running_requests", "reset_external"):
@@ -208,7 +208,7 @@ class WeightsApi:
     # vLLM.
 
     def _sleep(self, body: dict[str, Any], query: dict[str, str]) -> Answer:
-        """Requests that run must be ended or paused before, or by `mode`."""
+        """Fall asleep. Running requests must be ended or paused first, unless `mode` ends them."""
         check_names(query, ("level", "mode", "tags"))
         check_names(body, ("tags",))
         tags_of(body)  # vLLM's clients send tags, but a level has all of them
@@ -278,7 +278,7 @@ class WeightsApi:
         return 200, {"message": "Weights updated"}
 
     def _from_trainers_directory(self, body: dict[str, Any]) -> Answer:
-        """Update from a directory: the form of prime-rl, which pauses the server before and resumes it behind."""
+        """Update from a directory, as prime-rl does. It pauses the server before, and resumes it afterwards."""
         check_names(body, ("weight_dir",))
         path = directory(body, "weight_dir", "; NCCL is not served")
         self._run("update", weights=ServedWeights(version="", directory=path), mode="keep")
@@ -315,7 +315,7 @@ class WeightsApi:
 
 
 def error(status: int, message: str, param: str | None = None) -> Answer:
-    """Return the answer for an error, as the other APIs have it."""
+    """Return the answer for an error, in the form of the other APIs."""
     return status, ApiError(status, message, param=param).body()
 
 
@@ -335,7 +335,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def text(body: Mapping[str, Any], name: str) -> str:
-    """Return a field that is a text, "" without one. Raises BadField."""
+    """Return a text field, "" if it is absent. Raises BadField."""
     value = body.get(name)
     if value is not None and not (isinstance(value, str) and len(value) <= 4096 and value.isprintable()):
         raise BadField(f"{name}: expected a text, got {json.dumps(value)[:80]}", name)

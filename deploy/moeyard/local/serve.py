@@ -196,7 +196,9 @@ def check_control(options: ServeConfig) -> None:
             raise ValueError("--control-key-file is for --control-listen HOST:PORT")
         return
     if options.control_key_file is None:
-        raise ValueError("--control-listen needs --control-key-file FILE: whoever updates weights decides all answers")
+        raise ValueError(
+            "--control-listen needs --control-key-file FILE: a client that updates weights decides all answers"
+        )
     host, _, number = options.control_listen.rpartition(":")
     if options.control_listen != API and not (host and number.isdecimal() and int(number) <= 65535):
         raise ValueError(f"--control-listen {options.control_listen}: expected HOST:PORT, or {API} for the API's port")

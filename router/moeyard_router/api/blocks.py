@@ -71,7 +71,7 @@ class BlockWriter(ABC):
 
     def _take(self, delta: Delta, out: list[bytes]) -> None:
         if delta.finish_reason == "abort":
-            # These APIs have no such end.
+            # These APIs have no finish reason for it.
             raise ApiError(503, ABORTED, reason="")
         if delta.finish_reason is not None:
             self.cut = delta.finish_reason == "length"

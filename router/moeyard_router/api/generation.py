@@ -40,7 +40,7 @@ class ClientGone(Exception):
 class Generation:
     """Run a job. It ends with all choices finished, with an `ApiError`, or with `ClientGone`. Always `close` it.
 
-    `log` and `trace` get every choice at its end. `names`: those by which its client may end it.
+    `log` and `trace` get every choice at its end. `names`: the names by which its client may end the request.
 
     Raises `ApiError` 429 or 503 at once if the fleet refuses the job.
     """

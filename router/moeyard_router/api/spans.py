@@ -100,7 +100,7 @@ class Traces:
         return self._tracer.start_span(name, context=parent, start_time=start, attributes=attributes)
 
     def close(self) -> None:
-        """Send what waits, for a limited time."""
+        """Send queued spans, for a limited time."""
         thread = threading.Thread(target=self._provider.shutdown, name="traces", daemon=True)
         thread.start()
         thread.join(_CLOSE_SECONDS)

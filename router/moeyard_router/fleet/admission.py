@@ -40,7 +40,7 @@ from moeyard_router.fleet.orders import UNKNOWN, Cancel, Drain, Hold
 from moeyard_router.fleet.placement import PromptPlacement
 from moeyard_router.fleet.policy import Route
 from moeyard_router.fleet.ranks import Ranks
-from moeyard_router.fleet.records import Incidents
+from moeyard_router.fleet.records import Change, Incidents
 from moeyard_router.fleet.waiters import Waiters
 from moeyard_worker.protocol import (
     FIRST_VERSION,
@@ -115,7 +115,7 @@ class Admission:
         self._emit(Changed())
 
     def replace(self, now: float, addresses: tuple[WorkerAddress, ...], facts: Mapping[str, Any] | None) -> None:
-        """Continue with these workers. `facts` are the launcher's facts about the incident, with a
+        """Continue with these workers. `facts` are the launcher's facts about the incident. They have a
         `weight_version` if the weights have changed.
 
         Workers that keep their endpoint and are not lost keep their sequences. Other sequences continue once all
@@ -141,7 +141,7 @@ class Admission:
         if self._recovers and (new or not self.is_whole):
             self._wait(now, "workers were replaced")
         if updated:
-            # Workers compute these prompts again. Nobody else may continue from data of the old weights.
+            # Workers compute their own prompts again. Data of the old weights about the others are of no use.
             for flight in self.flights.by_name.values():
                 if not flight.output and flight.rank is None:
                     flight.scored = flight.routed = 0
@@ -277,9 +277,9 @@ class Admission:
             self.waiters.room.resume(now)
         if order.size is not None:
             what = f"going on with {order.size} worker{'s'[: order.size > 1]}"
-            self._pause(now, range(order.size, len(self.ranks)), what, scales=True)
+            self._pause(now, range(order.size, len(self.ranks)), what, "scale")
         elif order.leaves and order.rank < len(self.ranks):
-            self._pause(now, (order.rank,), f"worker {order.rank} is being restarted")
+            self._pause(now, (order.rank,), f"worker {order.rank} is being restarted", "restart")
         self._drain(now)
         self._emit(Changed())
         if not self.is_whole and not order.leaves and order.size is None:
@@ -297,10 +297,10 @@ class Admission:
         if order.mode == "abort":
             self._abort_all(now)
         if order.switches:
-            sleeps = order.asleep is not None
-            what = "the server changes between sleep and service" if sleeps else "the weights are being updated"
-            self._pause(now, (), what, updates=not sleeps, sleeps=sleeps)
-            if sleeps:
+            if order.asleep is None:
+                self._pause(now, (), "the weights are being updated", "update")
+            else:
+                self._pause(now, (), "the server changes between sleep and service", "sleep")
                 self.forget()
         self._drain(now)
         self._emit(Changed())
@@ -412,7 +412,7 @@ class Admission:
 
     @property
     def held(self) -> str | None:
-        """Why no request starts, or None (`Hold`)."""
+        """The reason that no request starts (`Hold`), or None."""
         if self.asleep:
             return _ASLEEP.format(level=self.asleep)
         return _PAUSED if self._held else None
@@ -567,10 +567,10 @@ class Admission:
         snapshots = [rank.snapshot for rank in self.ranks if rank.snapshot is not None]
         found = frozenset(each.fingerprint for each in snapshots if each.weight_version == version)
         if version and found != self._prints.get(version, (None, ""))[0]:
-            # Forget versions whose answers are long gone.
-            for old in list(self._prints)[: len(self._prints) + 1 - _MOST_VERSIONS]:
-                del self._prints[old]
             self._prints[version] = found, system_fingerprint(found, self._config.kv_compression)
+            if len(self._prints) > _MOST_VERSIONS:
+                # Forget the oldest version, whose answers are long gone.
+                del self._prints[next(iter(self._prints))]
 
     # Whether the fleet is whole.
 
@@ -596,17 +596,15 @@ class Admission:
         lost: int | None = None,
         *,
         planned: Iterable[int] | None = None,
-        scales: bool = False,
-        updates: bool = False,
-        sleeps: bool = False,
+        change: Change = "restart",
     ) -> None:
-        """Open an incident, or add a report to the open one. `planned`: ranks that an operator restarts or removes."""
+        """Open an incident, or add a report to the open one. `planned`, `change`: as in `IncidentRecord`."""
         incident = self.incidents.open
         if incident is None:
             self.is_whole = False
             incident = self.incidents.begin(now, reason)
             incident.planned = None if planned is None else frozenset(planned)
-            incident.scales, incident.updates, incident.sleeps = scales, updates, sleeps
+            incident.change = change
             seconds = self._config.recovery_timeout
             self._late = now + seconds, f"the fleet was not whole again within {seconds:g} s: {reason}"
             self._emit(Began(incident))
@@ -649,22 +647,13 @@ class Admission:
         self._drain(now)
         self._emit(Changed())
 
-    def _pause(
-        self,
-        now: float,
-        leaving: Sequence[int],
-        reason: str,
-        *,
-        scales: bool = False,
-        updates: bool = False,
-        sleeps: bool = False,
-    ) -> None:
+    def _pause(self, now: float, leaving: Sequence[int], reason: str, change: Change) -> None:
         """Run nothing until the ranks in `leaving` are replaced, or the fleet has another size or other weights."""
         self.ranks.pausing = reason
         for number in leaving:
             self.ranks[number].leaving = True
         self.waiters.room.hold(now)
-        self._begin(now, reason, planned=leaving, scales=scales, updates=updates, sleeps=sleeps)
+        self._begin(now, reason, planned=leaving, change=change)
 
     # Where sequences run.
 

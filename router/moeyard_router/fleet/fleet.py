@@ -274,12 +274,8 @@ class Fleet:
                 if incident.planned is None:
                     self._metrics.recoveries.inc()
                     self._metrics.recovery_seconds.observe(incident.whole_seconds or 0.0)
-                elif incident.updates:
-                    self._metrics.updates.inc()
-                elif incident.sleeps:
-                    self._metrics.sleeps.inc()
                 else:
-                    (self._metrics.scalings if incident.scales else self._metrics.restarts).inc()
+                    self._metrics.changes[incident.change].inc()
             case Carried(sequences, recomputed_tokens):
                 self._metrics.carried.inc(sequences)
                 self._metrics.recomputed.inc(recomputed_tokens)

@@ -3,7 +3,9 @@
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+Change = Literal["restart", "scale", "update", "sleep"]
 
 RECENT = 32  # choices in the ring of recent requests
 _MAX_INCIDENTS = 100
@@ -22,8 +24,7 @@ class IncidentRecord:
     carried, recomputed_tokens: sequences that continued on another rank or connection, and their tokens that no cache
         was expected to hold.
     planned: the ranks that an operator restarted or removed. None for any other incident.
-    scales: whether the number of ranks changed on purpose. `updates`: whether the weights did. `sleeps`: whether the
-        server fell asleep or woke up.
+    change: the kind of a planned incident. "scale" is another number of ranks, "sleep" to fall asleep or to wake up.
     launcher: the launcher's facts.
     """
 
@@ -38,9 +39,7 @@ class IncidentRecord:
     recomputed_tokens: int = 0
     failure: str | None = None
     planned: frozenset[int] | None = None
-    scales: bool = False
-    updates: bool = False
-    sleeps: bool = False
+    change: Change = "restart"
     launcher: Mapping[str, Any] | None = None
 
     def report(self, now: float, reason: str, rank: int | None) -> None:

@@ -15,8 +15,8 @@ class Ticket:
     """The sequences of one request, and the mailbox of their events in order of arrival.
 
     Every sequence gets exactly one terminal event (`Done`, `Rejected`, `Lost` or `Aborted`), unless it is aborted
-    first. The
-    request's prompt and max_tokens limit the size of the mailbox. The fleet calls `opened`, `moved`, `put` and `read`.
+    first. The request's prompt and max_tokens limit the size of the mailbox. The fleet calls `opened`, `moved`, `put`
+    and `read`.
     """
 
     _abandon: Callable[[str], None]

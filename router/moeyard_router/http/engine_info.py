@@ -1,4 +1,4 @@
-"""What SGLang's clients and its gateway ask a server: the model, the server's size, and the load of each rank."""
+"""Answers to SGLang's clients and gateway: the model, the server's size, and the load of each rank."""
 
 import time
 from typing import Any

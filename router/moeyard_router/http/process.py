@@ -1,8 +1,8 @@
 """A router process, which may share its port with others, and its messages to and from the launcher.
 
-It sends `Ready`, `WorkerLost`, `Replaced`, and `Drained` in answer to each order (`FleetOrder`). It receives `Replace`,
-orders, `GiveUp` and `Stop`. The workers end with the launcher. Then the router ends open requests with an
-error and exits.
+It sends `Ready`, `WorkerLost`, `Replaced`, and `Obeyed` in answer to each order (`FleetOrder`). It receives `Replace`,
+orders, `GiveUp` and `Stop`. The workers end with the launcher. Then the router ends open requests with an error and
+exits.
 """
 
 import asyncio
@@ -57,8 +57,8 @@ class GiveUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
-    """The last order took effect; `sequences` of this router still run at the draining ranks, or anywhere."""
+class Obeyed:
+    """The last order took effect. `sequences`: its answer, a number of this router's sequences, or UNKNOWN."""
 
     sequences: int
 
@@ -139,7 +139,7 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
         if isinstance(message, Replace):
             server.replace_workers(message.workers, lambda: pipe.send(Replaced()), message.incident)
         elif isinstance(message, FleetOrder):
-            server.obey(message, lambda sequences: pipe.send(Drained(sequences)))
+            server.obey(message, lambda sequences: pipe.send(Obeyed(sequences)))
         elif isinstance(message, GiveUp):
             server.give_up(message.reason)
         elif isinstance(message, Stop):

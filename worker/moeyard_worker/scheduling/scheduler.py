@@ -283,7 +283,7 @@ class Scheduler:
         return victim
 
     def _preempt(self, request: Request, now: float | None) -> None:
-        """Take pages and slot from a request. `now`: the time if pages ran out, as its client hears of it."""
+        """Take pages and slot from a request. `now`: the time, for `Done`, if pages ran out."""
         if now is not None and len(request.preempted) < MAX_PREEMPTIONS:
             request.preempted.append(now)
         self._roster.stand_back(request)

@@ -362,7 +362,7 @@ class RayFleet:
         match instruction:
             case Order():
                 assert self._routers is not None, "commands come when routers serve"
-                count = self._routers.ordered(instruction.drain)
+                count = self._routers.ordered(instruction.order)
                 return Answered(count) if instruction.answered else None
             case HandOver():
                 self._hand_over(instruction)
