@@ -35,6 +35,7 @@ from kernel_cases.compressed_prompts import (
     prove_choice,
     prove_pool,
     prove_state,
+    state_of,
     tables_of,
 )
 from kernel_cases.timing import capture, replay_seconds
@@ -52,10 +53,6 @@ def some(rows: Rows, begin: int, end: int) -> Rows:
 def run(layer: CompressedLayer, rows: Rows, chunks: Sequence[Chunk]) -> torch.Tensor:
     plan: Any = SimpleNamespace(compressed_prompts=tables_of(chunks))
     return CompressedPrompts(layer).attend(*rows, plan)
-
-
-def state_of(layer: CompressedLayer) -> list[torch.Tensor]:
-    return [layer.recent, *([] if layer.pending is None else [layer.pending]), *(p.entries for p, _ in poolings(layer))]
 
 
 @contextmanager

@@ -33,14 +33,15 @@ def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=FP32).to(dtype)
 
 
-def make_pooling(ratio: int, width: int) -> Pooling:
+def make_pooling(ratio: int, width: int, positions: int = POSITIONS) -> Pooling:
+    """Return a pooling with random entries of as many positions."""
     columns = 2 * width if ratio == 4 else width
     return Pooling(
         ratio=ratio,
         overlaps=ratio == 4,
         bias=random(ratio, columns, dtype=FP32),
         norm=random(width),
-        entries=random(POSITIONS // min(ratio, 16), width),
+        entries=random(positions // min(ratio, 16), width),
     )
 
 
@@ -107,6 +108,12 @@ def poolings(layer: CompressedLayer) -> list[tuple[Pooling, int]]:
     if layer.pooling is not None and layer.indexer is not None:
         found.append((layer.indexer.pooling, 2 * layer.pooling.bias.shape[1]))
     return found
+
+
+def state_of(layer: CompressedLayer) -> list[torch.Tensor]:
+    """Return slots and pages: recent, pending, entries, entries of the indexer."""
+    slots = [layer.recent] if layer.pending is None else [layer.recent, layer.pending]
+    return slots + [each.entries for each, _ in poolings(layer)]
 
 
 # A prompt, a chunk behind a slot, and one behind a restored snapshot.

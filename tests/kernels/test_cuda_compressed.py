@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.compressed_cases import DEVICE, make_layer, state_of, with_own_state
+from kernel_cases.compressed_prompts import state_of
+from tests.kernels.compressed_cases import DEVICE, make_layer, with_own_state
 
 from moeyard_kernels.cpu.compressed_attention import CpuCompressed
 from moeyard_kernels.cpu.plan import CpuPlan, pad_rows
