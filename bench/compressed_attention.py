@@ -24,7 +24,7 @@ SECONDS = 55.0
 
 def timed(timer: Timer, ratio: int, context: int, count: int) -> str:
     """Return one line of times."""
-    # Not the end of a block, then the end of one.
+    # Rows of `layer` end no block, and rows of `ended` do.
     layer = make(ratio, [context] * count)
     ended = make(ratio, [context // 128 * 128 - 1] * count)
     queries, _, wanted = layer.rotate()
