@@ -40,7 +40,6 @@ from kernel_cases.compressed_prompts import (
 )
 from kernel_cases.timing import capture, replay_seconds
 
-from moeyard_kernels.attention import attend_entries
 from moeyard_kernels.cuda.compressed_prompts import CompressedPrompts
 from moeyard_kernels.types.layers import CompressedLayer
 from moeyard_worker.scheduling.step import Chunk
@@ -151,7 +150,7 @@ def main() -> None:
         with part(f"entries against the reference, ratio {ratio}"):
             prove_pool(ratio)
         with part(f"attention against the reference, ratio {ratio}"):
-            prove_attention(ratio, attend_entries.CONFIGS)
+            prove_attention(ratio)
         with part(f"state against the reference, ratio {ratio}"):
             prove_state(ratio)
     with part("scores and choices against the references"):
