@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 from kernel_cases.compressed_decode import INDEX_DIM, TOP_K, Layer, check, make, moved
+from kernel_cases.head_linear import groups_case
 from kernel_cases.timing import Timer
 
 from moeyard_kernels import ops
 from moeyard_kernels.attention.compressed_decode import CONFIGS, compressed_decode
-from moeyard_kernels.linear import head_linear
 
 RATIOS, CONTEXTS, ROWS = (4, 128, 0), (300, 4000, 30000), (1, 8, 64)
 SECONDS = 55.0
@@ -24,7 +24,7 @@ SECONDS = 55.0
 
 def timed(timer: Timer, ratio: int, context: int, count: int) -> str:
     """Return one line of times."""
-    # Not the end of a block, then the end of one.
+    # Rows of `layer` end no block, and rows of `ended` do.
     layer = make(ratio, [context] * count)
     ended = make(ratio, [context // 128 * 128 - 1] * count)
     queries, _, wanted = layer.rotate()
@@ -69,15 +69,11 @@ def products(timer: Timer, count: int) -> str:
     x, weight = (torch.randn(n, 4096, device="cuda").bfloat16() for n in (count, 2624))
     compress = partial(ops.linear, x, weight, static_weight=True, out_dtype=torch.float32)
     found = [f"compress {1e6 * timer.seconds(compress, weight.nbytes):6.1f}"]
-    mixed = torch.randn(count, 8, 4096, device="cuda").bfloat16()
-    groups = torch.randn(8, 1024, 4096, device="cuda").bfloat16()
-    for config in (None, *head_linear.configs_for(count)):
-        if isinstance(config, head_linear.HopperHeads) and not head_linear.suits(config, mixed, groups):
-            continue
-        run = partial(head_linear.head_linear, mixed, groups, static_weight=True, config=config)
+    groups = groups_case(count)
+    for config, run in [(None, groups.run), *groups.variants]:
         name = "default" if config is None else f"{config.kernel} {config.BM}x{config.BN}"
-        found.append(f"{name} {1e6 * timer.seconds(run, groups.nbytes):6.1f}")
-    floors = [1e6 * each.nbytes / timer.copy_bandwidth for each in (weight, groups)]
+        found.append(f"{name} {1e6 * timer.seconds(run, groups.num_bytes):6.1f}")
+    floors = [1e6 * each / timer.copy_bandwidth for each in (weight.nbytes, groups.num_bytes)]
     return f"products {count:4}  floors {floors[0]:.1f} and {floors[1]:.1f}  {'  '.join(found)}"
 
 

@@ -35,11 +35,11 @@ from kernel_cases.compressed_prompts import (
     prove_choice,
     prove_pool,
     prove_state,
+    state_of,
     tables_of,
 )
 from kernel_cases.timing import capture, replay_seconds
 
-from moeyard_kernels.attention import attend_entries
 from moeyard_kernels.cuda.compressed_prompts import CompressedPrompts
 from moeyard_kernels.types.layers import CompressedLayer
 from moeyard_worker.scheduling.step import Chunk
@@ -52,10 +52,6 @@ def some(rows: Rows, begin: int, end: int) -> Rows:
 def run(layer: CompressedLayer, rows: Rows, chunks: Sequence[Chunk]) -> torch.Tensor:
     plan: Any = SimpleNamespace(compressed_prompts=tables_of(chunks))
     return CompressedPrompts(layer).attend(*rows, plan)
-
-
-def state_of(layer: CompressedLayer) -> list[torch.Tensor]:
-    return [layer.recent, *([] if layer.pending is None else [layer.pending]), *(p.entries for p, _ in poolings(layer))]
 
 
 @contextmanager
@@ -154,7 +150,7 @@ def main() -> None:
         with part(f"entries against the reference, ratio {ratio}"):
             prove_pool(ratio)
         with part(f"attention against the reference, ratio {ratio}"):
-            prove_attention(ratio, attend_entries.CONFIGS)
+            prove_attention(ratio)
         with part(f"state against the reference, ratio {ratio}"):
             prove_state(ratio)
     with part("scores and choices against the references"):

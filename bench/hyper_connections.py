@@ -1,10 +1,10 @@
-"""What DeepSeek-V4's layers launch besides attention and products: equality at Flash sizes, then medians in graphs.
+"""Launches of DeepSeek-V4's layers besides attention and products: equality at Flash sizes, then medians in graphs.
 
     python bench/hyper_connections.py
 
 Kernels are compared with the references on the CPU, and rows with the same rows in other company. Then each op is timed
-by `kernel_cases.timing`, with its share of the time in which a copy moves its bytes. Kernels compile in processes of
-their own at first, because one process compiles one after the other.
+by `kernel_cases.timing`, with its share of the time in which a copy moves its bytes. Each check first runs in a process
+of its own, which compiles its kernels, because one process compiles one after the other.
 """
 
 import os
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from kernel_cases.case import Case, assert_bits
+from kernel_cases.grouped_packed import random_stack, values
 from kernel_cases.hyper_connections import block_result, enter_case, leave_case, make_mix, make_site, tensors
 from kernel_cases.timing import Timer
 
@@ -27,6 +28,7 @@ from moeyard_kernels.hyper_connections.hyper_sums import CONFIGS, hyper_sums
 from moeyard_kernels.types.expert_layout import ExpertPairs
 from moeyard_kernels.types.layers import HyperLayer, HyperMix
 from moeyard_kernels.types.matrix import Matrix
+from moeyard_kernels.types.weight_form import fp8_tiles
 
 HIDDEN, STREAMS, EXPERTS, TOP_K, INNER, LIMIT = 4096, 4, 256, 6, 2048, 10.0
 GATE: dict[str, Any] = {"top_k": TOP_K, "scoring": "sqrtsoftplus", "renormalize": True, "scaling": 1.5}
@@ -91,25 +93,6 @@ def connections(parts: bool, head: bool = False) -> str:
     return ", ".join(f"{name} {value:.1e}" for name, value in zip(names, errors, strict=True))
 
 
-def gate() -> str:
-    """Compare the scores sqrtsoftplus and given ids with the reference."""
-    logits, bias = torch.randn(500, EXPERTS) * 3, torch.randn(EXPERTS) * 0.2
-    weights, ids = ops.topk_gate(logits.cuda(), bias=bias.cuda(), **GATE)
-    wanted, wanted_ids = ops.topk_gate(logits, bias=bias, **GATE)
-    # Scores that differ by a rounding may change places.
-    same = (ids.cpu() == wanted_ids).all(1)
-    assert int(same.sum()) >= 498, f"ids of {500 - int(same.sum())} rows differ"
-    torch.testing.assert_close(weights.cpu()[same], wanted[same], rtol=2e-6, atol=0)
-    given = torch.rand(500, EXPERTS).argsort(1)[:, :TOP_K].contiguous()
-    counts, entries = torch.zeros(EXPERTS, dtype=torch.int64, device="cuda"), torch.arange(500, device="cuda") - 3
-    found, _ = ops.topk_gate(logits.cuda(), ids=given.cuda(), counts=counts, entries=entries, **GATE)
-    torch.testing.assert_close(found.cpu(), ops.topk_gate(logits, ids=given, **GATE)[0], rtol=2e-6, atol=0)
-    assert torch.equal(counts.cpu(), torch.bincount(given[3:].flatten(), minlength=EXPERTS)), "counts"
-    alone, _ = ops.topk_gate(logits[9:10].cuda(), ids=given[9:10].cuda(), **GATE)
-    assert_bits("row alone", alone, found[9:10])
-    return f"weights {error(weights, wanted):.1e}"
-
-
 def limits() -> str:
     """Compare silu_mul, and experts with and without a layout, with clamped inputs of the same kernels."""
     x = torch.randn(65, 2 * INNER, device="cuda").mul(8).to(BF16)
@@ -137,10 +120,6 @@ def limits() -> str:
 
 def packed_limit() -> str:
     """Compare experts over fp8 codes with those over their values, with a limit."""
-    from kernel_cases.grouped_packed import random_stack, values
-
-    from moeyard_kernels.types.weight_form import fp8_tiles
-
     form = fp8_tiles(128, 128)
     gate_up = random_stack(form, 4, matrices=2, rows=256, columns=512)
     down = random_stack(form, 4, matrices=1, rows=512, columns=256)
@@ -154,50 +133,24 @@ def packed_limit() -> str:
     return "bits equal"
 
 
-def graph() -> str:
-    """Replay a captured chain of two sites with new inputs."""
-    site, mix = make_site(HIDDEN), make_mix(8)
-    streams, result = (
-        torch.randn(8, STREAMS, HIDDEN, device="cuda").to(BF16),
-        torch.randn(8, HIDDEN, device="cuda").to(BF16),
-    )
-
-    def step() -> tuple[torch.Tensor, ...]:
-        after, _, first = ops.hyper_leave(result, streams, mix, site)
-        assert first is not None
-        return tensors(ops.hyper_leave(result, after, first, site))
-
-    step()
-    torch.cuda.synchronize()
-    captured = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(captured):
-        results = step()
-    for _ in range(3):
-        streams.normal_()
-        result.normal_()
-        captured.replay()
-        assert_bits("replay", results, step())
-    return "bits equal"
-
-
 CHECKS: dict[str, Callable[[], str]] = {
     "leave, experts": partial(connections, True),
     "leave, rows": partial(connections, False),
     "enter, head": partial(connections, False, True),
-    "gate": gate,
     "limit": limits,
     "limit, fp8 experts": packed_limit,
-    "graph": graph,
 }
 
 
-def gate_case(num_rows: int, *, given: bool) -> Case:
-    logits, bias = torch.randn(num_rows, EXPERTS, device="cuda"), torch.randn(EXPERTS, device="cuda") * 0.1
+def gate_case(num_rows: int) -> Case:
+    """Return the case of weights for given experts. `kernel_cases.topk_gate` has the case that chooses."""
+    logits = torch.randn(num_rows, EXPERTS, device="cuda")
     ids = torch.rand(num_rows, EXPERTS, device="cuda").argsort(1)[:, :TOP_K].contiguous()
-    run = partial(ops.topk_gate, logits, bias=None if given else bias, ids=ids if given else None, **GATE)
+    run = partial(ops.topk_gate, logits, ids=ids, **GATE)
     num_bytes = logits.nbytes + 12 * num_rows * TOP_K
-    shape = f"T{num_rows} E{EXPERTS}{' given ids' if given else ' sqrtsoftplus'}"
-    return Case(op="topk_gate", shape=shape, run=run, prove=lambda: None, num_bytes=num_bytes)
+    return Case(
+        op="topk_gate", shape=f"T{num_rows} E{EXPERTS} given ids", run=run, prove=lambda: None, num_bytes=num_bytes
+    )
 
 
 def silu_case(num_rows: int, limit: float | None) -> Case:
@@ -249,20 +202,18 @@ def main() -> None:
             traceback.print_exc(limit=-2)
     timer, lines = Timer(), list[str]()
     print(f"copy {timer.copy_bandwidth / 1e12:.2f} TB/s", flush=True)
-    cases: list[Callable[[], tuple[Case, bool]]] = []
+    makers: list[tuple[Callable[[], Case], bool]] = []
     for rows in (1, 8, 64, 8192):
-        cases.append(partial(lambda t: (leave_case("Flash", t, HIDDEN, parts=True), t >= 64), rows))
-        cases.append(partial(lambda t: (leave_case("Flash", t, HIDDEN, parts=False), False), rows))
-        cases.append(partial(lambda t: (enter_case("Flash", t, HIDDEN), False), rows))
+        makers.append((partial(leave_case, "Flash", rows, HIDDEN, parts=True), rows >= 64))
+        makers.append((partial(leave_case, "Flash", rows, HIDDEN, parts=False), False))
+        makers.append((partial(enter_case, "Flash", rows, HIDDEN), False))
     for rows in (1, 64, 8192):
-        cases.append(partial(lambda t: (gate_case(t, given=False), False), rows))
-        cases.append(partial(lambda t: (gate_case(t, given=True), False), rows))
-        cases.append(partial(lambda t: (silu_case(t, None), False), rows))
-        cases.append(partial(lambda t: (silu_case(t, LIMIT), False), rows))
-    for make in cases:
+        makers.append((partial(gate_case, rows), False))
+        makers.append((partial(silu_case, rows, None), False))
+        makers.append((partial(silu_case, rows, LIMIT), False))
+    for make, variants in makers:
         try:
-            case, variants = make()
-            timed(timer, case, lines, variants=variants)
+            timed(timer, make(), lines, variants=variants)
         except Exception as found:
             lines.append(f"{type(found).__name__}: {found}"[:160])
         print(lines[-1], flush=True)

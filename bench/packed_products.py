@@ -1,8 +1,8 @@
-"""Products over codes on this GPU: bits against products over the bf16 values first, then times, with several configs.
+"""Compare products over codes with products over the bf16 values on this GPU: bits first, then times.
 
-`python bench/packed_products.py [PART ...]` with parts of PARTS, all by default. Kernels are compiled by processes that
-run at once, so that the times take about a minute. A line has the time of the product over codes, that of bf16, their
-ratio, and the share of a copy's bandwidth that the codes alone need. Weights rotate through memory larger than L2.
+`python bench/packed_products.py [PART ...]` runs some of PARTS, all by default. Several processes compile the kernels
+first, so that the times take about a minute. A line has the time of the product over codes, that of bf16, their ratio,
+and the share of a copy's bandwidth that the codes alone need. Weights rotate through memory larger than L2.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def dense_configs(warm: bool) -> Iterator[Product]:
 
 
 def prompts(warm: bool) -> Iterator[Product]:
-    """Yield dense products of many rows: values are written, then multiplied. And products that decode on the chip."""
+    """Yield dense products of many rows: values written and then multiplied, and products that decode on the chip."""
     for name, num_out, dim in (_DENSE[0], _DENSE[1], _DENSE[4]):
         coded, plain = dense_matrix(_FP8, num_out, dim, warm)
         scratch = torch.empty(num_out, dim, dtype=torch.bfloat16, device="cuda")

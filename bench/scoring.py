@@ -1,10 +1,11 @@
-"""Tokens per second of scoring an output that a server has sampled: one token per step, many per step, and as a prompt.
+"""Measure how fast a server scores its own output: one token per step, many per step, and as a prompt.
 
     moeyard serve --port 8000        # the bundled model
     python bench/scoring.py --url http://127.0.0.1:8000 --output 512
 
-Each way runs once to warm up, then --rounds times, and its line has the median. The log-probabilities of the first two
-ways must be those of sampling, bit for bit. A prompt has another formula, so its line counts how many differ.
+Each way runs once to warm up, then --rounds times. Its line has the median of tokens per second. The log-probabilities
+of the first two ways must be those of sampling, bit for bit. A prompt has another formula, so its line counts how many
+differ.
 """
 
 import argparse

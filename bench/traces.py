@@ -1,12 +1,12 @@
-"""The cost of traces: a server with `--otlp-traces-endpoint` against one without, in pairs.
+"""Measure the cost of traces: pairs of rounds on a server that exports traces and on one that does not.
 
     moeyard serve --port 8000                                                          # the bundled model
     moeyard serve --port 8001 --otlp-traces-endpoint http://127.0.0.1:4318/v1/traces
     python bench/traces.py --off http://127.0.0.1:8000 --on http://127.0.0.1:8001 --collector 4318
 
-The program is the collector, too, and counts what it receives. Both servers answer the same requests in turns. Which
-one goes first alternates. Each workload has two lines, with the medians of the rounds, and with the median, minimum and
-maximum of the ratio of a round: the time, and the CPU time of the router's process (`process_cpu_seconds_total`).
+The program also serves as the collector and counts the bytes it receives. Both servers answer the same requests in
+turns, in alternating order. Each workload prints two lines: the time, and the CPU time of the router's process
+(`process_cpu_seconds_total`). A line has the medians of the rounds, and the median, minimum and maximum of the ratios.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 _SECONDS = 600.0
-# Name, requests of a round, those at once, fields of each.
+# Name, requests per round, concurrent requests, fields of a request.
 _WORKLOADS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
     ("one token", 64, 8, {"max_tokens": 1}),
     ("streams of 64", 32, 16, {"max_tokens": 64, "stream": True}),
@@ -29,7 +29,7 @@ _WORKLOADS: tuple[tuple[str, int, int, dict[str, Any]], ...] = (
 
 
 class Collector(ThreadingHTTPServer):
-    """Accepts everything. `received`: the bytes of all exports."""
+    """A collector that accepts every export. `received`: the bytes of all exports."""
 
     daemon_threads = True
 
@@ -104,12 +104,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--off", required=True, help="URL of the server without traces")
     parser.add_argument("--on", required=True, help="URL of the server with traces")
-    parser.add_argument("--collector", type=int, default=4318, help="port of the collector that it sends them to")
+    parser.add_argument("--collector", type=int, default=4318, help="port that the collector listens on")
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     collector = Collector(args.collector)
     asyncio.run(measure(args.off, args.on, args.rounds))
-    time.sleep(6.0)  # OpenTelemetry sends what it has every 5 s
+    time.sleep(6.0)  # OpenTelemetry exports every 5 s
     if not collector.received:
         raise SystemExit("the collector has received nothing; check --otlp-traces-endpoint")
     print(f"{collector.received} bytes of traces received")

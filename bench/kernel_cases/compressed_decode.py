@@ -8,6 +8,19 @@ from typing import Any
 import torch
 
 from kernel_cases.case import Case
+from kernel_cases.compressed_prompts import (
+    DIM,
+    HEADS,
+    INDEX_DIM,
+    INDEX_HEADS,
+    PAGE,
+    ROPE,
+    SPARE,
+    TOP_K,
+    WINDOW,
+    make_pooling,
+    random,
+)
 from moeyard_kernels import ops
 from moeyard_kernels.attention.compressed_decode import CONFIGS, compressed_decode
 from moeyard_kernels.types.compressed_rows import CompressedRows
@@ -18,9 +31,7 @@ OPS: tuple[str, ...] = (
     *("output_scores", "output_choice", "compressed_decode"),
 )
 
-HEADS, DIM, ROPE, WINDOW, RING = 64, 512, 64, 128, 144
-INDEX_HEADS, INDEX_DIM, TOP_K = 64, 128, 512
-PAGE, EPS = 64, 1e-6
+RING, EPS = WINDOW + SPARE, 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +127,6 @@ class Layer:
 
 def make(ratio: int, positions: list[int]) -> Layer:
     """Return random inputs of rows at these positions, each of a sequence of its own."""
-
-    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.float32).to(dtype)
-
     count, pages = len(positions), -(-(max(positions) + 1) // PAGE)
     table = torch.randperm(count * pages, device="cuda").view(count, pages).int()
     at = torch.tensor(positions, device="cuda")
@@ -128,17 +135,8 @@ def make(ratio: int, positions: list[int]) -> Layer:
         positions=at, places=places, slots=torch.randperm(count, device="cuda"), page_table=table, page_size=PAGE
     )
 
-    def pooling(dim: int) -> Pooling:
-        width = 2 * dim if ratio == 4 else dim
-        return Pooling(
-            ratio=ratio,
-            overlaps=ratio == 4,
-            bias=random(ratio, width, dtype=torch.float32),
-            norm=random(dim),
-            entries=random(count * pages * PAGE // min(ratio, 16), dim),
-        )
-
     index = INDEX_HEADS if ratio == 4 else 0
+    dims = {4: (DIM, INDEX_DIM), 128: (DIM,), 0: ()}[ratio]
     columns = {4: 4 * (DIM + INDEX_DIM), 128: 2 * DIM, 0: 0}[ratio]
     reach = 8 if ratio == 4 else ratio
     angle = torch.rand(max(positions) + 1, ROPE // 2, device="cuda") * 6
@@ -155,8 +153,8 @@ def make(ratio: int, positions: list[int]) -> Layer:
         recent=random(count, RING, DIM),
         sink=random(HEADS, dtype=torch.float32),
         compressed=random(count, columns + index, dtype=torch.float32) if ratio else None,
-        pending=random(count, reach + 16, columns, dtype=torch.float32) if ratio else None,
-        poolings=tuple(pooling(dim) for dim in ((DIM, INDEX_DIM) if index else (DIM,))) if ratio else (),
+        pending=random(count, reach + SPARE, columns, dtype=torch.float32) if ratio else None,
+        poolings=tuple(make_pooling(ratio, dim, count * pages * PAGE) for dim in dims),
     )
 
 

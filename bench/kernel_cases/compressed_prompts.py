@@ -13,7 +13,6 @@ import torch
 from kernel_cases.case import Case, assert_bits
 from moeyard_kernels import ops
 from moeyard_kernels.attention import attend_entries, choose_entries, index_scores, keep_last, pool_blocks
-from moeyard_kernels.attention.attend_entries import EntriesConfig
 from moeyard_kernels.cuda.compressed_prompts import plan_prompts
 from moeyard_kernels.types.layers import CompressedLayer, Indexer, Pooling
 from moeyard_kernels.types.prompt_tables import PromptTables
@@ -33,14 +32,15 @@ def random(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=FP32).to(dtype)
 
 
-def make_pooling(ratio: int, width: int) -> Pooling:
+def make_pooling(ratio: int, width: int, positions: int = POSITIONS) -> Pooling:
+    """Return a pooling with random entries of as many positions."""
     columns = 2 * width if ratio == 4 else width
     return Pooling(
         ratio=ratio,
         overlaps=ratio == 4,
         bias=random(ratio, columns, dtype=FP32),
         norm=random(width),
-        entries=random(POSITIONS // min(ratio, 16), width),
+        entries=random(positions // min(ratio, 16), width),
     )
 
 
@@ -107,6 +107,12 @@ def poolings(layer: CompressedLayer) -> list[tuple[Pooling, int]]:
     if layer.pooling is not None and layer.indexer is not None:
         found.append((layer.indexer.pooling, 2 * layer.pooling.bias.shape[1]))
     return found
+
+
+def state_of(layer: CompressedLayer) -> list[torch.Tensor]:
+    """Return slots and pages: recent, pending, entries, entries of the indexer."""
+    slots = [layer.recent] if layer.pending is None else [layer.recent, layer.pending]
+    return slots + [each.entries for each, _ in poolings(layer)]
 
 
 # A prompt, a chunk behind a slot, and one behind a restored snapshot.
@@ -178,20 +184,20 @@ def random_choice(layer: CompressedLayer, tables: PromptTables) -> torch.Tensor 
     return found
 
 
-def prove_attention(ratio: int, configs: Sequence[EntriesConfig]) -> None:
+def prove_attention(ratio: int) -> None:
     """Compare attention with its reference, and the bits of all configs."""
     layer, tables = make_layer(ratio), tables_of(CHUNKS)
     rows, found = make_rows(layer, tables.num_rows), random_choice(layer, tables)
     inputs = rows[0], rows[1], layer.recent, layer.sink
     options = {"window": WINDOW, "scale": SCALE, "tables": tables, "pooling": layer.pooling, "found": found}
     expected = ops.attend_entries.reference(*inputs, **options)
-    first = attend_entries.attend_entries(*inputs, **options, config=configs[0])
-    for config in configs:
+    first = attend_entries.attend_entries(*inputs, **options, config=attend_entries.CONFIGS[0])
+    for config in attend_entries.CONFIGS:
         got = attend_entries.attend_entries(*inputs, **options, config=config)
         near(f"attention, {config}", got, expected, 1e-2)
         worst = (got.double() - expected.double()).norm(dim=(1, 2)) / expected.double().norm(dim=(1, 2))
         assert float(worst.max()) < 2e-2, f"row {int(worst.argmax())}: {float(worst.max()):.1e}"
-        print(f"      {'same bits' if torch.equal(got, first) else 'OTHER BITS'} as the first config", flush=True)
+        assert_bits(f"{config}", got, first)
 
 
 def prove_state(ratio: int) -> None:
@@ -273,7 +279,7 @@ def layer_cases(ratio: int, lengths: Sequence[int]) -> Iterator[Case]:
         op="attend_entries",
         shape=name,
         run=attend,
-        prove=partial(prove_attention, ratio, attend_entries.CONFIGS),
+        prove=partial(prove_attention, ratio),
         num_bytes=4 * queries.numel(),
         num_flops=attention_flops(ratio, lengths),
         variants=tuple((each, partial(attend, config=each)) for each in attend_entries.CONFIGS),

@@ -88,7 +88,7 @@ def _gather(
 def _gather_case(
     shape: str, hidden: int, inner: int, count: int, config: gather_experts.GatherConfig, *, exchanged: bool = False
 ) -> Case:
-    """Copy `count` experts into slots. exchanged: what the slots held goes to host memory."""
+    """Copy `count` experts into slots. exchanged: experts that the slots held go to host memory."""
     pinned = Pinned(16, 3 * inner * hidden)
     gate_up = torch.zeros(16, 2 * inner, hidden, dtype=torch.bfloat16, device="cuda")
     down = torch.zeros(16, hidden, inner, dtype=torch.bfloat16, device="cuda")

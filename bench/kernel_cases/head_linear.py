@@ -46,7 +46,7 @@ def _gates(model: str, num_rows: int) -> Case:
     return _product(f"{model} T{num_rows} gates", x.unflatten(1, (2, -1)), weight)
 
 
-def _groups(num_rows: int) -> Case:
+def groups_case(num_rows: int) -> Case:
     """Return the first output projection of 8 groups of 8 heads."""
     x = torch.randn(num_rows, 8, 4096, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(8, 1024, 4096, device="cuda", dtype=torch.bfloat16)
@@ -82,7 +82,7 @@ def cases() -> Iterator[Case]:
     """Yield absorption of queries and expansion of values, at 1, 8 and 64 rows, and gates and groups of prompts too."""
     yield from model_cases(tuple(MODELS.values()), (*DECODE_ROWS, 4096))
     for num_rows in (*DECODE_ROWS, 4096):
-        yield _groups(num_rows)
+        yield groups_case(num_rows)
 
 
 def model_cases(models: Sequence[ModelStep], rows: Sequence[int]) -> Iterator[Case]:

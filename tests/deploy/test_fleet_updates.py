@@ -16,7 +16,7 @@ def update(world: World, weights: ServedWeights = B, mode: str = "keep") -> int:
 
 
 def served(world: World) -> set[ServedWeights]:
-    """What the ranks serve, as far as the machine knows."""
+    """Return the weights that the machine believes its ranks serve."""
     return {process.weights for process in world.machine.ranks.members}
 
 

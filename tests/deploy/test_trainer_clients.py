@@ -22,7 +22,7 @@ from tests.limits import HANG_SECONDS
 
 KEY = "of-a-trainer"
 PROMPT = [97, 11, 42, 7, 101, 5, 230, 18, 64, 9]
-# Of the demo model.
+# The demo model has these sizes.
 NUM_LAYERS, TOP_K, FIRST_DENSE = 6, 4, 1
 # aiohttp sends this for a POST without a body.
 NO_BODY = {"content-type": "application/octet-stream"}

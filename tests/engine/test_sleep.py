@@ -14,7 +14,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
 from tests.engine.test_speculation_cuda import same
-from tests.engine.test_weights_in_place import CASES, add_drafts, answers
+from tests.engine.test_weights_in_place import CASES, answers, checkpoints
 from tests.rank import Rank
 
 from moeyard_worker.config.worker_spec import ServedWeights
@@ -38,12 +38,7 @@ def case(
 ) -> Iterator[tuple[dict[str, Any], list[Path]]]:
     """The options of a rank and two checkpoints."""
     name, captured = request.param
-    family, overrides, options = CASES[name]
-    root = tmp_path_factory.mktemp(name)
-    found = [make_checkpoint(root / name, family, seed=seed, **overrides) for seed, name in enumerate("ab")]
-    if "speculate" in options:
-        for each in found:
-            add_drafts(each)
+    found, options = checkpoints(tmp_path_factory.mktemp(name), name), CASES[name][2]
     with gpu_steps() if captured else nullcontext():
         yield {**options, **(PLACE if captured else {"dtype": "float32"})}, found
 

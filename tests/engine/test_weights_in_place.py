@@ -31,13 +31,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[Path]]:
-    family, overrides, options = CASES[request.param]
-    root = tmp_path_factory.mktemp(request.param)
-    found = [make_checkpoint(root / name, family, seed=seed, **overrides) for seed, name in enumerate("ab")]
+    return CASES[request.param][2], checkpoints(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def checkpoints(root: Path, name: str) -> list[Path]:
+    """Write two checkpoints of a case that differ in their weights."""
+    family, overrides, options = CASES[name]
+    found = [make_checkpoint(root / each, family, seed=seed, **overrides) for seed, each in enumerate("ab")]
     if "speculate" in options:
         for each in found:
             add_drafts(each)
-    return options, found
+    return found
 
 
 def addresses(rank: Rank) -> list[tuple[str, int]]:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from kernel_cases.compressed_prompts import poolings
 
 from moeyard_kernels.cuda.compressed_prompts import plan_prompts
 from moeyard_kernels.types.layers import CompressedLayer, Indexer, Pooling
@@ -137,12 +136,6 @@ def make_rows(layer: CompressedLayer, count: int) -> Rows:
         compressed=compressed,
         wanted=wanted,
     )
-
-
-def state_of(layer: CompressedLayer) -> list[torch.Tensor]:
-    """Return slots and pages: recent, pending, entries, entries of the indexer."""
-    slots = [layer.recent] if layer.pending is None else [layer.recent, layer.pending]
-    return slots + [each.entries for each, _ in poolings(layer)]
 
 
 def with_own_state(layer: CompressedLayer) -> CompressedLayer:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases.compressed_prompts import state_of
 from tests.kernels.compressed_cases import (
     DEVICE,
     DTYPES,
@@ -14,7 +15,6 @@ from tests.kernels.compressed_cases import (
     joined,
     make_layer,
     make_rows,
-    state_of,
     with_own_state,
 )
 

@@ -1,4 +1,4 @@
-"""Output positions of compressed attention on a GPU's path: against the CPU's, in every kind of plan."""
+"""Compressed attention of output positions on a GPU's path, against the CPU's, in every kind of plan."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.kernels.compressed_cases import DEVICE, make_layer, state_of, with_own_state
+from kernel_cases.compressed_prompts import state_of
+from tests.kernels.compressed_cases import DEVICE, make_layer, with_own_state
 
 from moeyard_kernels.cpu.compressed_attention import CpuCompressed
 from moeyard_kernels.cpu.plan import CpuPlan, pad_rows
@@ -133,7 +134,7 @@ def inputs_of(size: StepSize, tails: Tails | None = None) -> StepInputs:
 
 @BY_RATIO
 def test_captured_rows(ratio: int) -> None:
-    """Padding rows are copies that store nothing. Nor does a step without rows, as at the capture."""
+    """Padding rows store nothing, and neither does a step without rows, as at the capture."""
     mine = layer_of(ratio, torch.float32)
     other, rows = with_own_state(mine), make_rows(mine)
     layer, inputs = CudaCompressed(mine), inputs_of(StepSize(sequences=5, width=PAGES))
@@ -150,7 +151,7 @@ def test_captured_rows(ratio: int) -> None:
 
 @BY_RATIO
 def test_verified_and_drafted_rows(ratio: int) -> None:
-    """Three sequences with four rows each, of which the second has three and the third none; then a draft's row."""
+    """Room for three sequences of four rows. The second has three and the third none. A draft's rows follow."""
     mine = layer_of(ratio, torch.float32)
     other, rows = with_own_state(mine), make_rows(mine)
     tails = Tails(max_sequences=3, num_drafts=3, limit=PAGES * PAGE, device=torch.device(DEVICE))

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases.hyper_connections import tensors
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
@@ -54,12 +55,6 @@ def rows(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(shape).to(DEVICE, dtype)
 
 
-def flat(results: Any) -> tuple[torch.Tensor, ...]:
-    """Return the tensors of the results of an op, without a mix that is None."""
-    *tensors, mix = results
-    return (*tensors, *(() if mix is None else (mix.post, mix.comb)))
-
-
 def to_cpu(value: Any) -> Any:
     if isinstance(value, HyperLayer):
         return on_device(value, "cpu")
@@ -70,13 +65,13 @@ def to_cpu(value: Any) -> Any:
 
 def assert_near(found: Any, wanted: Any, dtype: torch.dtype) -> None:
     bound = 2e-2 if dtype == torch.bfloat16 else 1e-5
-    for ours, theirs in zip(flat(found), flat(wanted), strict=True):
+    for ours, theirs in zip(tensors(found), tensors(wanted), strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours.cpu(), theirs, rtol=bound, atol=bound / 2)
 
 
 def assert_same(found: Any, wanted: Any, part: slice = slice(None)) -> None:
-    for ours, theirs in zip(flat(found), flat(wanted), strict=True):
+    for ours, theirs in zip(tensors(found), tensors(wanted), strict=True):
         assert torch.equal(ours, theirs[part])
 
 
@@ -152,7 +147,7 @@ def test_a_row_of_nan_stays_alone() -> None:
     for config in (APART, TOGETHER):
         others = hyper_leave.hyper_leave(result, streams, mix, site, config=config)
         for part in (slice(1), slice(2, 3)):
-            for ours, theirs in zip(flat(others), flat(found), strict=True):
+            for ours, theirs in zip(tensors(others), tensors(found), strict=True):
                 assert torch.equal(ours[part], theirs[part])
 
 
@@ -194,7 +189,7 @@ def test_graph_replay(num_rows: int) -> None:
     def step() -> tuple[torch.Tensor, ...]:
         after, *_, first = ops.hyper_leave(result, streams, mix, site)
         assert first is not None
-        return flat(ops.hyper_leave(result, after, first, site))
+        return tensors(ops.hyper_leave(result, after, first, site))
 
     assert_replays(step, lambda: (streams.normal_(), result.normal_()))
 

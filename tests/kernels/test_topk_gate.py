@@ -197,7 +197,7 @@ def test_kernel_takes_the_lowest_id_among_equals(scoring: str) -> None:
 
 
 def test_scores_of_sqrtsoftplus_are_exact() -> None:
-    """From logits whose score is tiny to those where softplus is the logit itself."""
+    """Logits range from tiny scores to those where softplus is the logit itself."""
     logits = torch.cat((torch.linspace(-60, 60, 241), torch.linspace(-1, 1, 15)))[None]
     gate = {"top_k": 256, "scoring": "sqrtsoftplus", "renormalize": False}
     weights, ids = run_kernel(logits, **gate)

@@ -134,7 +134,7 @@ def test_dense_matrices_keep_codes_of_fp8(layout: str, family: str, tmp_path: Pa
         # Rows of queries end at a block, rows of keys within one.
         assert "self_attn.q_proj.weight" not in coded
         assert ("self_attn.kv_a_proj_with_mqa.weight" in coded) == (family == "deepseek_v3")
-    elif coded and family != "qwen3_next":  # whose queries and gates are stored head by head
+    elif coded and family != "qwen3_next":  # it stores queries and gates head by head
         assert coded & {"self_attn.k_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"}
     for weights in ("auto", "bfloat16"):
         without = open_checkpoint(quantised, gpu_model(quantised, weights=weights)).spec
