@@ -210,10 +210,10 @@ def test_scores_of_sqrtsoftplus_are_exact() -> None:
 def test_given_ids_get_weights_and_are_counted(name: str) -> None:
     """The ids that a gate chooses have its weights; others have their scores."""
     num_experts, gate = GATES[name]
-    logits, entries = torch.randn(5, num_experts) * 3, [3, -1, 0, 7, 9]
+    logits, entries = torch.randn(100, num_experts) * 3, [3, -1, 0, 7, 9] * 20
     weights, ids = run_kernel(logits, **gate)
     assert torch.equal(run_kernel(logits, **gate, ids=ids)[0], weights)
-    given = torch.stack([torch.randperm(num_experts)[: gate["top_k"]] for _ in range(5)])
+    given = torch.rand(100, num_experts).argsort(1)[:, : gate["top_k"]].contiguous()
     counts = torch.zeros(num_experts, dtype=torch.int64, device=DEVICE)
     weights, same = run_kernel(logits, **gate, ids=given, counts=counts, entries=torch.tensor(entries))
     assert torch.equal(same, given)
