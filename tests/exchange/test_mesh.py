@@ -377,6 +377,20 @@ def test_strangers_are_refused_and_change_nothing(meshes: Opener) -> None:
         ranks[0].check_peers()
 
 
+def test_a_known_end_does_not_end_another_wait(meshes: Opener) -> None:
+    """The heartbeat's monitor reports an end that the frames' monitor has reported, too."""
+    mesh, *others = meshes(3, transport="tcp")
+    wires = mesh._open_wires()
+    assert wires.pulse is not None
+    second = wires.pulse.monitors[1]
+    others[0].close()
+    wires.lost[1] = "lost"
+    assert second.poll(1000 * HANG_SECONDS), "no second report"
+    begun = perf_counter()
+    assert not wires.poll(0.2)
+    assert perf_counter() - begun >= 0.2
+
+
 @pytest.mark.parametrize("phase", [Phase.COMBINE, Phase.PLAN], ids=["in a step", "between steps"])
 def test_repeated_strangers_lengthen_no_wait(meshes: Opener, phase: Phase) -> None:
     first, _ = meshes(2, transport="tcp", deadline=20.0, stall=0.3)

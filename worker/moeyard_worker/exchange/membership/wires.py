@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import zmq
@@ -229,15 +230,25 @@ class Wires:
         return inbox.popleft() if inbox else self._read(peer, 0)
 
     def poll(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for any event; return whether `drain` then filed anything."""
-        happened = bool(self._poller.poll(max(0, int(timeout * 1000) + 1) if timeout > 0 else 0))
-        return happened and self.drain()
+        """Wait up to `timeout` seconds until `drain` files something; return whether it did.
+
+        Other events (strangers, the second sign of an end that is known) do not end the wait: a last look that they
+        cut short would accuse a living peer.
+        """
+        limit = perf_counter() + timeout
+        while self._poller.poll(int(timeout * 1000) + 1 if timeout > 0 else 0):
+            if self.drain():
+                return True
+            timeout = limit - perf_counter()
+            if timeout <= 0:
+                return False
+        return False
 
     def drain(self) -> bool:
         """File events into `inbox` and `lost`; return whether there were any. Never blocks.
 
         Ends are filed first, as frames that a peer sent before its end are read after it. Strangers that come and go do
-        not count: they must not end a wait for a peer.
+        not count.
         """
         before = self._num_filed()
         for peer in self.peers:
