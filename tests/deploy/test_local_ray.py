@@ -152,3 +152,28 @@ def test_kill_spares_the_launchers_own_children(tmp_path: Path) -> None:
     command = [sys.executable, "-c", END, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
     assert ended.stdout == "[-9, -9, -9] None None\n"
+
+
+# In its own process, as above. A raylet that is killed leaves its agent to init.
+ORPHAN = """
+import subprocess, sys
+import psutil
+from moeyard.fleet.ray.processes import LocalRay, _lives
+command = [f"{sys.argv[1]}/raylet", "-c", sys.argv[2], sys.argv[1]]
+raylet = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+family = [psutil.Process(int(raylet.stdout.readline())) for _ in range(2)]
+ray = LocalRay()
+ray.find()
+raylet.kill()
+raylet.wait()
+alone = [_lives(process) for process in family]
+ray.kill()
+print(alone, [_lives(process) for process in family])
+"""
+
+
+def test_agents_end_with_a_raylet_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / RAYLET).symlink_to(sys.executable)
+    command = [sys.executable, "-c", ORPHAN, str(tmp_path), TREE]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True)
+    assert ended.stdout == "[True, True] [False, False]\n"

@@ -149,11 +149,16 @@ class LocalRay:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._daemons: dict[str, psutil.Process] = {}
+        # The raylet's agents outlive it, as orphans, until they look for it. On a busy machine that took over 28 s.
+        self._agents: list[psutil.Process] = []
         self._stopped: dict[int, float] = {}  # pid -> since when it has been seen stopped
 
     def find(self) -> None:
-        """Find the daemons among the launcher's children. Call it after `ray.init`."""
-        self._daemons, self._stopped = daemons(), {}
+        """Find the daemons among the launcher's children, and the raylet's agents. Call it after `ray.init`."""
+        self._daemons, self._agents, self._stopped = daemons(), [], {}
+        if (raylet := self._daemons.get(RAYLET)) is not None:
+            with contextlib.suppress(psutil.Error):  # boundary: it has just ended
+                self._agents = raylet.children(recursive=True)
 
     def ended(self) -> str | None:
         """Return the name of a daemon that has ended, the raylet first, or None. Daemons do not restart."""
@@ -189,8 +194,9 @@ class LocalRay:
 
     def kill(self) -> None:
         """Kill every process of Ray. Keep routers and Python's resource tracker."""
-        self._daemons = {}
         roots = [child for child in psutil.Process().children() if not is_own(child)]
+        roots += [agent for agent in self._agents if _lives(agent)]
+        self._daemons, self._agents = {}, []
         family = list(roots)
         for root in roots:
             with contextlib.suppress(psutil.Error):  # boundary: it has ended
