@@ -65,7 +65,10 @@ def test_requests_pass_with_a_control_key(service, launcher):
     assert httpx.post(f"{service.url}/v1/completions", headers={**client, **octets}).status_code == 415
     assert httpx.get(f"{service.url}/v1/models", headers=KEY).status_code == 401, "nor a trainer's key be a client's"
     assert httpx.get(url, headers=KEY).status_code == 405
-    assert httpx.post(url, headers=KEY, content=b"x" * (1 << 20) + b"x").status_code == 413
+    large = httpx.post(url, headers=KEY, content=b"x" * (1 << 20) + b"x")
+    assert (large.status_code, large.headers["connection"]) == (413, "close"), "the rest of the body is not read"
+    parts = (b"x" * (1 << 16) for _ in range(17))
+    assert httpx.post(url, headers=KEY, content=parts).status_code == 413
     assert len(launcher.asked) == 2
 
 

@@ -55,7 +55,8 @@ _VLLM_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 _ENGINE = "0"
 # Routes whose answers vLLM does not count.
-_PROBES = frozenset(("/metrics", "/metrics/targets", "/health", "/livez", "/readyz", "/ping", "/load", "/version"))
+_PROBES = frozenset(("/metrics", "/metrics/targets", "/livez", "/readyz", "/ping", "/load", "/version"))
+_PROBES |= {"/health", "/health_generate"}
 
 
 class VllmAliases(Collector):

@@ -7,11 +7,13 @@ import asyncio
 from pathlib import Path
 from types import MappingProxyType
 
-import orjson
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
+from moeyard_router.api.endpoints import read_parts, send_error
+from moeyard_router.api.generation import ClientGone
+from moeyard_router.api.request_scope import SCOPE_KEY, RequestRecord
 from moeyard_router.errors import ApiError
 
 # The launcher's paths, with their methods (deploy/moeyard/fleet/weights_api.py).
@@ -37,24 +39,40 @@ def trainer_routes(control: Path | None) -> list[Route]:
     if control is None:
         return []
 
-    async def endpoint(request: Request) -> Response:
-        query = f"?{request.url.query}" if request.url.query else ""
-        body = b""
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY:
-                return _failed(413, f"the request body is larger than {MAX_BODY} bytes")
-        return await _passed(control, f"{request.method} {request.url.path}{query}", body)
-
+    endpoint = _ControlEndpoint(control)
     return [Route(path, endpoint, methods=list(methods)) for path, methods in PATHS.items()]
 
 
+class _ControlEndpoint:
+    """ASGI app that passes a request to the control socket."""
+
+    def __init__(self, control: Path) -> None:
+        self._control = control
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        query = scope["query_string"].decode("ascii", "replace")
+        line = f"{scope['method']} {scope['path']}{f'?{query}' if query else ''}"
+        try:
+            parts = await read_parts(scope, receive, MAX_BODY, lambda _: None)
+            answer = await _passed(self._control, line, b"".join(parts))
+        except ClientGone:
+            record: RequestRecord = scope[SCOPE_KEY]
+            record.client_left = True
+        except ApiError as error:
+            await send_error(send, error, scope["path"])
+        else:
+            await answer(scope, receive, send)
+
+
 async def _passed(control: Path, line: str, body: bytes) -> Response:
-    """Return the answer of the control socket. It may take as long as an update does."""
+    """Return the answer of the control socket. It may take as long as an update does.
+
+    Raises `ApiError` 503 without one.
+    """
     try:
         reader, writer = await asyncio.open_unix_connection(str(control))
     except OSError as error:
-        return _failed(503, f"the launcher does not listen at {control}: {error.strerror}")
+        raise ApiError(503, f"the launcher does not listen at {control}: {error.strerror}") from error
     try:
         head = f"{line} HTTP/1.1\r\nHost: control\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         writer.write(head.encode("ascii", "replace") + body)
@@ -64,10 +82,5 @@ async def _passed(control: Path, line: str, body: bytes) -> Response:
     head_bytes, _, data = answer.partition(b"\r\n\r\n")
     status = head_bytes.split(b" ", 2)[1:2]
     if not status or not status[0].isdigit():
-        return _failed(503, "the launcher has ended")
+        raise ApiError(503, "the launcher has ended")
     return Response(data, status_code=int(status[0]), media_type="application/json")
-
-
-def _failed(status: int, message: str) -> Response:
-    body = orjson.dumps(ApiError(status, message).body())
-    return Response(body, status_code=status, media_type="application/json")
