@@ -17,6 +17,7 @@ from tests.engine.test_speculation_cuda import same
 from tests.engine.test_weights_in_place import CASES, answers, checkpoints
 from tests.rank import Rank
 
+import moeyard_worker.engine.assembly.worker
 from moeyard_worker.config.worker_spec import ServedWeights
 from moeyard_worker.engine.assembly.sleeping import Sleeper
 
@@ -88,11 +89,25 @@ def test_rank_without_room_does_not_wake(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_rank_that_cannot_sleep_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sleeper, "refusal", lambda self: "it may not")
+    monkeypatch.setattr(Sleeper, "refusal", lambda *_: "it may not")
     with Rank(make_checkpoint(tmp_path / "a", "qwen3_moe"), **SIZES) as rank:
         with pytest.raises(ValueError, match="rank 0: it may not"):
-            rank.worker.check_sleep()
+            rank.worker.check_sleep(1)
         assert answers(rank)
+
+
+def test_level_1_needs_room_for_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on a CPU copies nothing. One on a GPU copies its weights, and level 2 does not."""
+    path = make_checkpoint(tmp_path / "a", "qwen3_moe")
+    with Rank(path, **SIZES, dtype="float32") as rank:
+        monkeypatch.setattr(moeyard_worker.engine.assembly.worker, "available_memory", lambda: 1000)
+        rank.worker.check_sleep(1)
+        monkeypatch.undo()
+    with gpu_steps(), Rank(path, **SIZES, **PLACE) as rank:
+        monkeypatch.setattr(moeyard_worker.engine.assembly.worker, "available_memory", lambda: 1000)
+        with pytest.raises(ValueError, match=r"rank 0: level 1 copies .* to host memory, which has 1000 B; level 2"):
+            rank.worker.check_sleep(1)
+        rank.worker.check_sleep(2)
 
 
 def test_memory_goes_back_to_the_system(tmp_path: Path) -> None:

@@ -402,7 +402,7 @@ class Commands:
                 left = yield from self._quiet(task, mode)
                 if left:
                     raise Refused(f"{left} requests run; pause the server or end them before it sleeps")
-            yield from self._ready(self._ranks.ask("check_sleep"))
+            yield from self._ready(self._ranks.ask("check_sleep", level))
             yield Order(Hold(mode="keep", switches=True, asleep=level))
         except (FleetError, Refused) as error:
             if not (self._ranks.paused or self._ranks.asleep):

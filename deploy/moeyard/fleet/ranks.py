@@ -789,9 +789,9 @@ class Ranks:
         yield from self._end_epoch("falling asleep" if level else "waking up")
         return (yield from self._form((self.whole, {}), planned=True))
 
-    def ask(self, method: str) -> list[Pending]:
+    def ask(self, method: str, *args: Any) -> list[Pending]:
         """Call a method of all ranks of the epoch. Return the calls. One fails if its rank refuses or is lost."""
-        return [self._call(process, method) for process in self.members if process.started]
+        return [self._call(process, method, *args) for process in self.members if process.started]
 
     def validate(self) -> None:
         """Assert all invariants."""

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.engine.assembly.device import Device
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.engine.steps.runner import Runner
@@ -96,11 +97,25 @@ class Sleeper:
         self._storages = _Storages()
         self.level = self.needs = 0
 
-    def refusal(self) -> str | None:
-        """Return why this rank cannot sleep, or None."""
+    def refusal(self, level: int, free: int) -> str | None:
+        """Return why this rank cannot sleep, or None. `free`: bytes of host memory that it may take."""
         if self._device.captures and not self.runner.exchange.traits.local:
             return "ranks on several GPUs cannot sleep: their captured steps hold each other's addresses"
+        if (copies := self._copied_bytes(level)) > free:
+            return (
+                f"level 1 copies {format_size(copies)} to host memory, which has {format_size(free)}; level 2 copies "
+                "nothing, and reads the weights again"
+            )
         return None
+
+    def _copied_bytes(self, level: int) -> int:
+        """Return the bytes that sleep at this level copies to host memory, without the small tensors of level 2."""
+        if level == 2 or self.level:
+            return 0
+        kept = list(self._experts.regions) if self._experts.all_resident else []
+        if self._device.captures:
+            kept += [*self.runner.model.shared(), *(tensor for _, tensor in self.runner.weights())]
+        return sum({each.data_ptr(): each.nbytes() for each in (tensor.untyped_storage() for tensor in kept)}.values())
 
     @torch.inference_mode()
     def sleep(self, level: int, dense_bytes: int) -> int:

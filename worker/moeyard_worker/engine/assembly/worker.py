@@ -396,9 +396,9 @@ class Worker:
         self._engine.change_weights(weights.version, facts["fingerprint"])
         return facts
 
-    def check_sleep(self) -> None:
-        """Raise ValueError if this rank cannot sleep."""
-        if (problem := self._sleeper.refusal()) is not None:
+    def check_sleep(self, level: int) -> None:
+        """Raise ValueError if this rank cannot sleep at this level. Nothing changes."""
+        if (problem := self._sleeper.refusal(level, available_memory() // self._ranks_on_host)) is not None:
             raise ValueError(f"rank {self._spec.rank}: {problem}")
 
     def sleep(self, level: int) -> int:

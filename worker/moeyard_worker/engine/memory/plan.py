@@ -294,7 +294,7 @@ def plan_memory(
         all_on_host = True
     those, num_on_host = ("all", num_local_experts) if all_on_host else ("the others", num_local_experts - slots)
     host_bytes = num_on_host * expert_bytes if partial and footprints.HOST_EXPERTS else 0
-    if host_available is not None and host_bytes > most:
+    if host_available is not None and host_bytes > max(most, 0):
         raise ValueError(
             f"{slots} of {num_local_experts} experts have slots, so that {those} need {format_size(host_bytes)} of "
             f"host memory, but this host has {format_size(host_available)} for this worker; use a host with more "
