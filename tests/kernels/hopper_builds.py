@@ -68,13 +68,25 @@ def changed() -> list[str]:
     return [name for name in MODULES if record.get(name, {}).get("sources") != digest(name)]
 
 
-def build(names: Collection[str]) -> dict[str, list[Build]]:
+def other_triton(version: str) -> Path:
+    """Install this Triton beside the cache unless it is there, and return the folder for PYTHONPATH."""
+    folder = CACHE.with_name(f"triton-{version}")
+    if not folder.exists():
+        made = folder.with_name(f"{folder.name}.part")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", str(made)]
+        subprocess.run([*pip, f"triton=={version}"], check=True)
+        made.rename(folder)
+    return folder
+
+
+def build(names: Collection[str], *paths: Path) -> dict[str, list[Build]]:
     """Build the kernels of these modules, in as many processes at once as there are cores.
 
-    Raises AssertionError with the standard error of a module whose build fails.
+    `paths` come first on the module path. Raises AssertionError with the standard error of a module whose build fails.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "TRITON_CACHE_DIR": str(CACHE)}
+    environment |= {"PYTHONPATH": os.pathsep.join([*map(str, paths), str(ROOT), *sys.path])}
+    environment |= {"TRITON_CACHE_DIR": str(CACHE)}
     record = recorded()
 
     def build_one(name: str) -> list[Build]:

@@ -104,7 +104,9 @@ def _key_range(i_p, num_seen, i_n, FIRST: gl.constexpr, WINDOW: gl.constexpr, BN
 def _copy_half(p_row, m_row, s_x, FIRST: gl.constexpr, L: gl.constexpr):
     """Start to copy 256 columns from FIRST on of the rows at p_row, with zeros where not m_row."""
     o_d = FIRST + gl.arange(0, 256, gl.SliceLayout(0, L))
-    async_copy.async_copy_global_to_shared(s_x, p_row[:, None] + o_d[None, :], mask=m_row[:, None])
+    # Rows begin at multiples of 16 bytes. The compiler cannot know that of rows from several tensors.
+    p_x = gl.multiple_of(p_row[:, None] + o_d[None, :], [1, 16])
+    async_copy.async_copy_global_to_shared(s_x, p_x, mask=m_row[:, None])
 
 
 @gluon.jit

@@ -234,7 +234,7 @@ def mla_decode_hopper_kernel(
             let_next_begin()
         async_copy.wait_group(0)
         # The keys' buffer is free. Through it, each lane gets all sums of a row.
-        s_l = s_kv._reinterpret(gl.float32, [2, BN, BM] if SWAP else [2, BM, BN], L_SCRATCH)
+        s_l = s_kv._reinterpret(gl.float32, [R // BM, BN, BM] if SWAP else [R // BM, BM, BN], L_SCRATCH)
         s_l.index(0).store(b_l)
         s_l.index(1).store(b_l2)
         b_sum = sum_over_keys(s_l.index(0).load(L_L), BM, BN, LOG2_BN, AXIS)

@@ -10,6 +10,7 @@ import math
 
 import torch
 import triton
+from packaging.version import Version
 from triton.experimental.gluon import language as gl
 
 from moeyard_kernels.common.checks import check_indices as check_indices
@@ -19,6 +20,9 @@ from moeyard_kernels.common.checks import checked as checked
 # The largest extent of a CUDA grid in y and z, and in x.
 MAX_GRID_Y = 65535
 MAX_GRID_X = 2**31 - 1
+# Whether a view of shared memory may extend past what it views. Triton 3.8 refuses that, so there an operand of a
+# product has memory for rows that are never filled. This needs fewer stages in flight.
+LARGER_VIEWS = Version(triton.__version__) < Version("3.8")
 
 
 @functools.cache

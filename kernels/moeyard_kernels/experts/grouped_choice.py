@@ -37,6 +37,7 @@ _STEP = gl.constexpr(STEP)
 _ROWS = gl.constexpr(8)
 # Outputs of one product, half gates and half ups. A shorter left operand is followed by garbage.
 _WIDTH = gl.constexpr(64)
+_LARGER_VIEWS = gl.constexpr(launch.LARGER_VIEWS)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _LEAST = gl.constexpr(-(2**31))
@@ -132,6 +133,19 @@ def limited(b_gate, b_up, LIMIT: gl.constexpr):
 
 
 @gluon.jit
+def _copy_step(d_w, s_w, bars, i_k, i_slot, i_n, i_buffer, SUB: gl.constexpr, BN: gl.constexpr):
+    """Copy step i_k of an expert's gates and ups, SUB blocks of K, into a buffer."""
+    mbarrier.expect(bars.index(i_buffer), SUB * 2 * BN * _STEP * 2)
+    if _LARGER_VIEWS:
+        s_part = s_w.index(i_buffer * SUB)._reinterpret(s_w.dtype, [SUB, 2, BN, _STEP], d_w.layout)
+        tma.async_copy_global_to_shared(d_w, [i_k * SUB, i_slot * 2, i_n, 0], bars.index(i_buffer), s_part)
+    else:
+        for u in gl.static_range(SUB):
+            s_part = s_w.index(i_buffer * SUB + u).slice(0, 1)
+            tma.async_copy_global_to_shared(d_w, [i_k * SUB + u, i_slot * 2, i_n, 0], bars.index(i_buffer), s_part)
+
+
+@gluon.jit
 def expert_choice_kernel(
     p_logits, p_bias, p_slots, d_x, d_w, p_h, N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr,
     SUB: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, E: gl.constexpr, SOFTMAX: gl.constexpr,
@@ -140,7 +154,7 @@ def expert_choice_kernel(
     """Compute BN values of the token's h for one expert: h [BLOCK K, N], the first row of each block.
 
     d_x: [H / 64, 1, 64] in blocks [CX, 8, 64]. d_w: gates and ups of all slots, [H / 64, 2 S, N, 64], in blocks
-    [SUB, 2, BN, 64], STAGES of them in flight. Grid: (K ceil(N / BN),).
+    [SUB, 2, BN, 64] ([1, 2, BN, 64] without LARGER_VIEWS), STAGES of them in flight. Grid: (K ceil(N / BN),).
     """
     DT: gl.constexpr = d_x.dtype
     CX: gl.constexpr = STEPS & -STEPS
@@ -150,8 +164,11 @@ def expert_choice_kernel(
     L_X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, _STEP], DT)
     L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_WIDTH, _STEP], DT)
     L_B: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, _STEP], DT)
-    # The buffer extends past the last block by a whole operand.
-    s_w = gl.allocate_shared_memory(DT, [STAGES * SUB + _WIDTH // ROWS - 1, ROWS, _STEP], L_B)
+    if _LARGER_VIEWS:
+        # The buffer extends past the last block by a whole operand.
+        s_w = gl.allocate_shared_memory(DT, [STAGES * SUB + _WIDTH // ROWS - 1, ROWS, _STEP], L_B)
+    else:
+        s_w = gl.allocate_shared_memory(DT, [STAGES * SUB, _WIDTH // ROWS, 2, BN, _STEP], d_w.layout)
     s_x = gl.allocate_shared_memory(DT, [STEPS, _ROWS, _STEP], L_X)
     e = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     ex = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -165,22 +182,21 @@ def expert_choice_kernel(
     let_next_begin()
     mbarrier.expect(ex.index(0), STEPS * _ROWS * _STEP * 2)
     for i in gl.static_range(STEPS // CX):
-        s_rows = s_x.index(i * CX)._reinterpret(DT, [CX, _ROWS, _STEP], d_x.layout)
+        s_rows = s_x._reinterpret(DT, [STEPS // CX, CX, _ROWS, _STEP], d_x.layout).index(i)
         tma.async_copy_global_to_shared(d_x, [i * CX, 0, 0], ex.index(0), s_rows)
     o_s = gl.arange(0, L_E.shape[0], L_E)
     b_slot = gl.load(p_slots + o_s, mask=o_s < E, other=0)
     o_e, b_key, _, _ = score_experts(p_logits, p_bias, E, SOFTMAX, HAS_BIAS, L_E)
     i_slot = nth_slot(o_e, b_key, b_slot, i_p)
     for i in gl.static_range(STAGES):
-        mbarrier.expect(e.index(i), SUB * ROWS * _STEP * 2)
-        s_part = s_w.index(i * SUB)._reinterpret(DT, [SUB, 2, BN, _STEP], d_w.layout)
-        tma.async_copy_global_to_shared(d_w, [i * SUB, i_slot * 2, i_n, 0], e.index(i), s_part)
+        _copy_step(d_w, s_w, e, i, i_slot, i_n, i, SUB, BN)
     b_acc = gl.zeros([_WIDTH, _ROWS], gl.float32, L_Y)
     mbarrier.wait(ex.index(0), 0)
     i_buffer, phase = 0, 0
     for i_k in range(NUM):
         mbarrier.wait(e.index(i_buffer), phase)
         for u in gl.static_range(SUB):
+            # With LARGER_VIEWS, one that extends past its block.
             s_whole = s_w.index(i_buffer * SUB + u)._reinterpret(DT, [_WIDTH, _STEP], L_W)
             b_acc = warpgroup_mma(s_whole, s_x.index(i_k * SUB + u).permute((1, 0)), b_acc, is_async=True)
         # The previous step has ended, so its buffer is free.
@@ -188,9 +204,7 @@ def expert_choice_kernel(
         i_next = i_k - 1 + STAGES
         if (i_k > 0) & (i_next < NUM):
             i_free = gl.where(i_buffer == 0, STAGES - 1, i_buffer - 1)
-            mbarrier.expect(e.index(i_free), SUB * ROWS * _STEP * 2)
-            s_next = s_w.index(i_free * SUB)._reinterpret(DT, [SUB, 2, BN, _STEP], d_w.layout)
-            tma.async_copy_global_to_shared(d_w, [i_next * SUB, i_slot * 2, i_n, 0], e.index(i_free), s_next)
+            _copy_step(d_w, s_w, e, i_next, i_slot, i_n, i_free, SUB, BN)
         last = i_buffer == STAGES - 1
         i_buffer, phase = gl.where(last, 0, i_buffer + 1), gl.where(last, phase ^ 1, phase)
     b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
@@ -260,7 +274,7 @@ def choose_and_gate_up(
         choice.logits if choice.bias is None else choice.bias,
         pairs.slot_of_expert,
         by_steps(launch.packed(x), 8),
-        by_steps(gates_and_ups, 2, tile.columns, steps=tile.steps),
+        by_steps(gates_and_ups, 2, tile.columns, steps=tile.steps if launch.LARGER_VIEWS else 1),
         h,
         N=inner,
         STEPS=hidden // STEP,

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 import triton
 
+from moeyard_kernels.common.launch import LARGER_VIEWS
 from moeyard_kernels.common.tuning import MULTIPROCESSORS, Config
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs
 
@@ -168,8 +169,10 @@ def slices_of_choice(top_k: int, *, hidden: int, inner: int) -> ChoiceTile | Non
     if hidden % (2 * STEP) or inner % STEP or top_k * triton.cdiv(inner, columns) > _TWO_EACH:
         return None
     # Subtract eight rows of x, and the rest of the operand that begins with the last block.
-    rest = _HALF_SHARED - hidden * 16 - (64 - 2 * columns) * STEP * 2
-    stages = min(rest // (2 * 2 * columns * STEP * 2), hidden // (2 * STEP))
+    rest, rows = _HALF_SHARED - hidden * 16 - (64 - 2 * columns) * STEP * 2, 2 * columns
+    if not LARGER_VIEWS:
+        rest, rows = _HALF_SHARED - hidden * 16, 64
+    stages = min(rest // (2 * rows * STEP * 2), hidden // (2 * STEP))
     return ChoiceTile(columns, 2, stages) if stages >= 3 else None
 
 

@@ -103,7 +103,7 @@ def _share(
     i_n = gl.program_id(0) * BN
     for i in gl.static_range(STEPS // CH):
         mbarrier.expect(bars.index(i), CH * BN * _STEP * 2)
-        s_part = s_w.index(i * CH)._reinterpret(DT, [CH, BN, _STEP], d_w.layout)
+        s_part = s_w._reinterpret(DT, [STEPS // CH, CH, BN, _STEP], d_w.layout).index(i)
         tma.async_copy_global_to_shared(d_w, [i * CH, i_n, 0], bars.index(i), s_part)
     _activate(p_y, s_h, STEPS, LIMIT)
     fence_async_shared()
@@ -134,7 +134,7 @@ def _route(
         here = (i_id >= 0) & (i_slot >= 0)
     for i in gl.static_range(STEPS // CH):
         mbarrier.expect(bars.index(i), CH * (BN + _ROWS) * _STEP * 2, pred=here)
-        s_part = s_w.index(i * CH)._reinterpret(DT, [CH, BN, _STEP], d_w.layout)
+        s_part = s_w._reinterpret(DT, [STEPS // CH, CH, BN, _STEP], d_w.layout).index(i)
         tma.async_copy_global_to_shared(d_w, [i * CH, i_slot * N + i_n, 0], bars.index(i), s_part, pred=here)
     if E:  # noqa: SIM102 - of a constant and of what is known in the kernel
         if i_block == 0:
@@ -148,7 +148,7 @@ def _route(
     wait_for_previous()
     if here:
         for i in gl.static_range(STEPS // CH):
-            s_rows = s_h.index(i * CH)._reinterpret(DT, [CH, _ROWS, _STEP], d_h.layout)
+            s_rows = s_h._reinterpret(DT, [STEPS // CH, CH, _ROWS, _STEP], d_h.layout).index(i)
             tma.async_copy_global_to_shared(d_h, [i * CH, i_p * BLOCK, 0], bars.index(i), s_rows)
         b_acc = _multiply(s_w, s_h, bars, STEPS, CH, L_Y)
         _store(b_acc, p_out + i_p.to(gl.int64) * N, i_n, N, L_Y)

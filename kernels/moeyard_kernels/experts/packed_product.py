@@ -117,9 +117,8 @@ def decode(b_code, b_zero, b_scale, n: gl.constexpr, CODES: gl.constexpr):
 
 
 @gluon.jit
-def copy_words(d_w, s_w, bar, i_slot, i_tile, i_n, more, BYTES: gl.constexpr):
+def copy_words(d_w, s_part, bar, i_slot, i_tile, i_n, more, BYTES: gl.constexpr):
     mbarrier.expect(bar, BYTES, pred=more)
-    s_part = s_w._reinterpret(gl.int16, d_w.block_type.shape, d_w.layout)
     tma.async_copy_global_to_shared(d_w, [i_slot, i_tile, 0, i_n, 0], bar, s_part, pred=more)
 
 
@@ -187,7 +186,9 @@ def packed_product_kernel(
     L_M: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L_C))
     L_S: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
     s_w = gl.allocate_shared_memory(gl.int16, [STAGES * CH, R, _TILE], L_X)
+    s_words = s_w._reinterpret(gl.int16, [STAGES, 1, CH, G, BN, _TILE], d_w.layout)
     s_x = gl.allocate_shared_memory(DT, [STAGES * SLICES, BM, _TILE], L_X)
+    s_steps = s_x._reinterpret(DT, [STAGES, SLICES, BM, _TILE], L_X3)
     s_s = gl.allocate_shared_memory(ST, [KS, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_z = s_s
     if ZEROS:
@@ -220,7 +221,7 @@ def packed_product_kernel(
     if here:
         for i in gl.static_range(STAGES - 1):
             # A copy past the end would have no reader, and could still write when the program has ended.
-            copy_words(d_w, s_w.index(i * CH), bars.index(i), i_slot, i * CH, i_n, i < NUM, BYTES)
+            copy_words(d_w, s_words.index(i), bars.index(i), i_slot, i * CH, i_n, i < NUM, BYTES)
         o_r = gl.arange(0, R, gl.SliceLayout(0, L_S))
         o_g = gl.arange(0, KS, gl.SliceLayout(1, L_S))
         o_s = o_g[:, None] * (G * NB) + (o_r // BN * NB + gl.minimum(i_n + o_r % BN, N - 1) // SR)[None, :]
@@ -245,8 +246,7 @@ def packed_product_kernel(
             p_rows = p_a + (i_row + o_m)[None, :, None] * s_a
             m_rows = (o_m >= 0)[None, :, None]
         for i in gl.static_range(STAGES - 1):
-            s_part = s_x.index(i * SLICES)._reinterpret(DT, [SLICES, BM, _TILE], L_X3)
-            copy_rows(p_rows, m_rows, s_part, i * STEP, K, SLICES, L_C)
+            copy_rows(p_rows, m_rows, s_steps.index(i), i * STEP, K, SLICES, L_C)
         b_acc = gl.zeros([R, BM], gl.float32, L_Y)
         b_tile = gl.zeros([R, _TILE], DT, L_A)
         b_zero = gl.full([R, _TILE], 136.0, DT, L_A)
@@ -259,9 +259,8 @@ def packed_product_kernel(
             i_next = i_s + STAGES - 1
             i_free = gl.where(i_buffer == 0, STAGES - 1, i_buffer - 1)
             more = i_next < NUM
-            copy_words(d_w, s_w.index(i_free * CH), bars.index(i_free), i_slot, i_next * CH, i_n, more, BYTES)
-            s_part = s_x.index(i_free * SLICES)._reinterpret(DT, [SLICES, BM, _TILE], L_X3)
-            copy_rows(p_rows, m_rows & more, s_part, i_next * STEP, K, SLICES, L_C)
+            copy_words(d_w, s_words.index(i_free), bars.index(i_free), i_slot, i_next * CH, i_n, more, BYTES)
+            copy_rows(p_rows, m_rows & more, s_steps.index(i_free), i_next * STEP, K, SLICES, L_C)
             for u in gl.static_range(CH):
                 b_code = s_w.index(i_buffer * CH + u).load(L_A)
                 for n in gl.static_range(PER):

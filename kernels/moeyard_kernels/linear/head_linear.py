@@ -87,7 +87,7 @@ def suits(config: HopperHeads, x: torch.Tensor, weight: torch.Tensor) -> bool:
     num_out, dim = weight.shape[1:]
     # A copy of a weight that is contiguous along its outputs is at least as wide as the swizzle.
     columns = (16 if weight.stride(2) == 1 else STEP) <= config.BN <= max(16, triton.next_power_of_2(num_out))
-    rows = config.BM * (dim // STEP - 1) + 64
+    rows = config.BM * (dim // STEP - 1) + 64 if launch.LARGER_VIEWS else dim
     return columns and (config.BN * dim + rows * STEP) * 2 <= _SHARED_BYTES and describes(x, weight)
 
 

@@ -27,6 +27,7 @@ from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
 # Values of K per step: 128 bytes, the width of the shared memory swizzle.
 STEP = 64
 _STEP = gl.constexpr(STEP)
+_LARGER_VIEWS = gl.constexpr(launch.LARGER_VIEWS)
 
 
 @gluon.jit(do_not_specialize=["T"])
@@ -43,8 +44,11 @@ def head_linear_hopper_kernel(
     L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
     L_X: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, _STEP], DT)
     W_SHAPE: gl.constexpr = [BN, _STEP] if ALONG_K else [_STEP, BN]
-    # The buffer extends past the last rows by a whole operand.
-    s_x = gl.allocate_shared_memory(DT, [STEPS + 64 // BM - 1, BM, _STEP], d_x.layout)
+    if _LARGER_VIEWS:
+        # The buffer extends past the last rows by a whole operand.
+        s_x = gl.allocate_shared_memory(DT, [STEPS + 64 // BM - 1, BM, _STEP], d_x.layout)
+    else:
+        s_x = gl.allocate_shared_memory(DT, [STEPS, 64, _STEP], L_X)
     s_w = gl.allocate_shared_memory(DT, [STEPS, W_SHAPE[0], W_SHAPE[1]], d_w.layout)
     bars = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STEPS):
@@ -66,11 +70,12 @@ def head_linear_hopper_kernel(
         let_next_begin()
         wait_for_previous()
     for i in gl.static_range(STEPS):
-        tma.async_copy_global_to_shared(d_x, [i_m, i_h * s_xh + i * _STEP], bars.index(i), s_x.index(i))
+        s_rows = s_x.index(i) if _LARGER_VIEWS else s_x.index(i).slice(0, BM)
+        tma.async_copy_global_to_shared(d_x, [i_m, i_h * s_xh + i * _STEP], bars.index(i), s_rows)
     b_acc = gl.zeros([64, BN], gl.float32, L_Y)
     for i in gl.static_range(STEPS):
         mbarrier.wait(bars.index(i), 0)
-        s_rows = s_x.index(i)._reinterpret(DT, [64, _STEP], L_X)
+        s_rows = s_x.index(i)._reinterpret(DT, [64, _STEP], L_X) if _LARGER_VIEWS else s_x.index(i)
         s_part = s_w.index(i)
         if ALONG_K:
             s_part = s_part.permute((1, 0))

@@ -177,16 +177,17 @@ def _launch_skinny(
 ) -> None:
     head, tail = head_and_tail(chosen.BN)
     blocks = [linear_skinny.descriptor(w, n) for w in (weights[0], weights[-1]) for n in (head, tail or head)]
+    stages = linear_skinny.fitting_stages(chosen)
     linear_skinny.linear_skinny_kernel[(min(tiles, _num_programs(x)),)](
         linear_skinny.descriptor(x, chosen.BM),
         *blocks,
         *rest,
         HEAD=head,
         TAIL=tail,
-        EARLY=chosen.EARLY,
+        EARLY=min(chosen.EARLY, stages),
         LEFT=chosen.LEFT,
         SUB=chosen.BK // linear_skinny.COLUMNS,
-        STAGES=chosen.num_stages,
+        STAGES=stages,
         **flags,
     )
 

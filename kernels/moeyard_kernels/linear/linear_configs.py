@@ -11,7 +11,7 @@ import triton
 from moeyard_kernels.common.tuning import MULTIPROCESSORS, Config
 
 # Shared memory of a block on Hopper, without the barriers of a pipeline.
-_SHARED_BYTES = 227 * 1024 - 256
+SHARED_BYTES = 227 * 1024 - 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class Stream(Config):
 
     def fp32_stages(self) -> int:
         """Return the stages that fit beside a tile of fp32 results, which Triton 3.6 stores through shared memory."""
-        free = _SHARED_BYTES - self.BM * self.BN * 4
+        free = SHARED_BYTES - self.BM * self.BN * 4
         return min(self.num_stages, free // ((self.BM + self.BN) * self.BK * 2))
 
 

@@ -44,6 +44,7 @@ COLUMNS = 2 * TILE
 _COLUMNS = gl.constexpr(COLUMNS)
 # Rows of the left operand.
 _WIDTH = gl.constexpr(64)
+_LARGER_VIEWS = gl.constexpr(launch.LARGER_VIEWS)
 # Buffers of decoded values.
 _BUFFERS = gl.constexpr(3)
 _FP8_0, _FP8_1 = codes.FP8_0, codes.FP8_1
@@ -79,18 +80,6 @@ def _advance(i_buffer, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _copy_words(d_w, s_w, bar, i_tile, i_n, CH: gl.constexpr, BN: gl.constexpr):
-    s_part = s_w._reinterpret(gl.int16, [CH, BN, _TILE], d_w.layout)
-    tma.async_copy_global_to_shared(d_w, [i_tile, i_n, 0], bar, s_part)
-
-
-@gluon.jit
-def _copy_rows(d_x, s_x, bar, i_tile, i_m, CH: gl.constexpr, BM: gl.constexpr):
-    s_part = s_x._reinterpret(gl.bfloat16, [CH, BM, _COLUMNS], d_x.layout)
-    tma.async_copy_global_to_shared(d_x, [i_tile, i_m, 0], bar, s_part)
-
-
-@gluon.jit
 def _copy(
     d_x, d_w, s_x, s_w, e, f, i_m, i_n,
     NUM: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CH: gl.constexpr, STAGES: gl.constexpr,
@@ -98,21 +87,23 @@ def _copy(
     """Fill the buffers in one warp; refill each when it is free (f). A phase of e ends when all bytes have arrived."""
     BYTES: gl.constexpr = CH * (BN * _TILE + BM * _COLUMNS) * 2
     FIRST: gl.constexpr = STAGES if STAGES < NUM else NUM
+    s_words = s_w._reinterpret(gl.int16, [STAGES, CH, BN, _TILE], d_w.layout)
+    s_rows = s_x._reinterpret(gl.bfloat16, [STAGES, CH, BM, _COLUMNS], d_x.layout)
     # Weights do not change while a launch is in flight, so they are copied before the wait.
     for i in range(FIRST):
         mbarrier.expect(e.index(i), BYTES)
-        _copy_words(d_w, s_w.index(i * CH), e.index(i), i * CH, i_n, CH, BN)
+        tma.async_copy_global_to_shared(d_w, [i * CH, i_n, 0], e.index(i), s_words.index(i))
     wait_for_previous()
     let_next_begin()
     for i in range(FIRST):
-        _copy_rows(d_x, s_x.index(i * CH), e.index(i), i * CH, i_m, CH, BM)
+        tma.async_copy_global_to_shared(d_x, [i * CH, i_m, 0], e.index(i), s_rows.index(i))
     i_buffer, phase = 0, 0
     for i_s in range(FIRST, NUM):
         bar = e.index(i_buffer)
         mbarrier.wait(f.index(i_buffer), phase)
         mbarrier.expect(bar, BYTES)
-        _copy_words(d_w, s_w.index(i_buffer * CH), bar, i_s * CH, i_n, CH, BN)
-        _copy_rows(d_x, s_x.index(i_buffer * CH), bar, i_s * CH, i_m, CH, BM)
+        tma.async_copy_global_to_shared(d_w, [i_s * CH, i_n, 0], bar, s_words.index(i_buffer))
+        tma.async_copy_global_to_shared(d_x, [i_s * CH, i_m, 0], bar, s_rows.index(i_buffer))
         i_buffer, phase = _advance(i_buffer, phase, STAGES)
 
 
@@ -133,6 +124,7 @@ def _multiply(
     L_W3: gl.constexpr = gl.NVMMASharedLayout(64, 16, 3)
     L_V: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     L_V3: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+    s_words = s_w._reinterpret(gl.int16, [STAGES, CH, BN, _TILE], L_W3)
     o_u, o_r = gl.arange(0, CH, gl.SliceLayout(1, L_S)), gl.arange(0, BN, gl.SliceLayout(0, L_S))
     p_row = p_s + gl.minimum(i_n + o_r, N - 1)[None, :] // SR
     b_scale = gl.load(p_row + (o_u * _COLUMNS // SK * NB)[:, None])
@@ -146,20 +138,26 @@ def _multiply(
                 i_next = gl.minimum(i_s + 1, NUM - 1) * CH
                 b_next = gl.load(p_row + ((i_next + o_u) * _COLUMNS // SK * NB)[:, None])
             mbarrier.wait(e.index(i_buffer), phase)
-            b_code = s_w.index(i_buffer * CH)._reinterpret(gl.int16, [CH, BN, _TILE], L_W3).load(L_C)
+            b_code = s_words.index(i_buffer).load(L_C)
             b_each, _ = gl.broadcast(gl.expand_dims(b_scale, 2), b_code)
             b_low = decode(b_code, b_code, b_each, 0, "fp8")
             b_high = decode(b_code, b_code, b_each, 1, "fp8")
             b_both = gl.reshape(gl.permute(gl.join(b_low, b_high), (0, 1, 3, 2)), [CH, BN, _COLUMNS])
             # All warps passed the last barrier when the products of the step three before this one were complete.
-            s_v.index(i_value * CH)._reinterpret(DT, [CH, BN, _COLUMNS], L_V3).store(b_both)
+            if _LARGER_VIEWS:
+                s_v.index(i_value * CH)._reinterpret(DT, [CH, BN, _COLUMNS], L_V3).store(b_both)
+            else:
+                s_v.index(i_value).slice(0, BN, dim=1).store(b_both)
             fence_async_shared()
             barrier()
             # Now they have those of the step two before, so its words and rows may be replaced.
             i_free = gl.where(i_buffer >= 2, i_buffer - 2, i_buffer + STAGES - 2)
             mbarrier.arrive(f.index(i_free), count=1, pred=i_s >= 2)
             for u in gl.static_range(CH):
-                s_left = s_v.index(i_value * CH + u)._reinterpret(DT, [_WIDTH, _COLUMNS], L_V)
+                if _LARGER_VIEWS:
+                    s_left = s_v.index(i_value * CH + u)._reinterpret(DT, [_WIDTH, _COLUMNS], L_V)
+                else:
+                    s_left = s_v.index(i_value)._reinterpret(DT, [CH, _WIDTH, _COLUMNS], L_V).index(u)
                 s_rows = s_x.index(i_buffer * CH + u).permute((1, 0))
                 b_acc = warpgroup_mma(s_left, s_rows, b_acc, is_async=True)
             # With 64 columns ptxas would let each product in flight wait for the last one.
@@ -191,8 +189,12 @@ def linear_packed_kernel(
     L_V: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     s_w = gl.allocate_shared_memory(gl.int16, [STAGES * CH, BN, _TILE], L_W)
     s_x = gl.allocate_shared_memory(gl.bfloat16, [STAGES * CH, BM, _COLUMNS], L_V)
-    # The buffers extend past the last tile by a whole operand.
-    s_v = gl.allocate_shared_memory(gl.bfloat16, [_BUFFERS * CH + _WIDTH // BN - 1, BN, _COLUMNS], L_V)
+    if _LARGER_VIEWS:
+        # The buffers extend past the last tile by a whole operand.
+        s_v = gl.allocate_shared_memory(gl.bfloat16, [_BUFFERS * CH + _WIDTH // BN - 1, BN, _COLUMNS], L_V)
+    else:
+        L_V3: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
+        s_v = gl.allocate_shared_memory(gl.bfloat16, [_BUFFERS, CH, _WIDTH, _COLUMNS], L_V3)
     e = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     f = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -258,7 +260,10 @@ def default_config(num_rows: int, weight: Matrix) -> PackedLinear:
 def shared_bytes(config: PackedLinear) -> int:
     """Return the shared memory of a program."""
     stage = config.tiles * (config.BN * TILE + config.BM * COLUMNS) * 2 + 16
-    return config.num_stages * stage + (3 * config.tiles + 64 // config.BN - 1) * config.BN * COLUMNS * 2
+    values = 3 * config.tiles * 64
+    if launch.LARGER_VIEWS:
+        values = (3 * config.tiles - 1) * config.BN + 64
+    return config.num_stages * stage + values * COLUMNS * 2
 
 
 def _words(weight: Matrix) -> torch.Tensor:

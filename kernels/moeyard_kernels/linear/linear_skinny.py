@@ -26,10 +26,12 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
+from moeyard_kernels.linear.linear_configs import SHARED_BYTES, Skinny, head_and_tail
 
 # Values of K per copy: 128 bytes, the width of the shared memory swizzle.
 COLUMNS = 64
 _COLUMNS = gl.constexpr(COLUMNS)
+_LARGER_VIEWS = gl.constexpr(launch.LARGER_VIEWS)
 
 
 @gluon.jit
@@ -62,13 +64,18 @@ def _copy_columns(
 ):  # fmt: skip
     """Copy one step of HEAD + TAIL consecutive columns of a weight. One copy brings a power of two."""
     BLOCK: gl.constexpr = s_w.shape[1]
+    BLOCKS: gl.constexpr = (HEAD + TAIL) // BLOCK if _LARGER_VIEWS else 1
     L_W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([HEAD, _COLUMNS], s_w.dtype)
     for u in gl.static_range(SUB):
-        o_k, i_block = (i_k * SUB + u) * _COLUMNS, (i_buffer * SUB + u) * ((HEAD + TAIL) // BLOCK)
-        s_head = s_w.index(i_block)._reinterpret(s_w.dtype, [HEAD, _COLUMNS], L_W)
+        o_k, i_block = (i_k * SUB + u) * _COLUMNS, (i_buffer * SUB + u) * BLOCKS
+        if _LARGER_VIEWS:
+            s_head = s_w.index(i_block)._reinterpret(s_w.dtype, [HEAD, _COLUMNS], L_W)
+        else:
+            s_head = s_w.index(i_block).slice(0, HEAD)
         tma.async_copy_global_to_shared(d_w, [i_n, o_k], bar, s_head)
         if TAIL:
-            tma.async_copy_global_to_shared(d_t, [i_n + HEAD, o_k], bar, s_w.index(i_block + HEAD // BLOCK))
+            s_tail = s_w.index(i_block + HEAD // BLOCK) if _LARGER_VIEWS else s_w.index(i_block).slice(HEAD, TAIL)
+            tma.async_copy_global_to_shared(d_t, [i_n + HEAD, o_k], bar, s_tail)
 
 
 @gluon.jit
@@ -84,11 +91,14 @@ def _copy_weight(
 
 
 @gluon.jit
-def _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, SUB: gl.constexpr):
+def _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, BM: gl.constexpr, SUB: gl.constexpr):
     """Copy the rows of x of one step."""
     for u in gl.static_range(SUB):
-        i_part = i_buffer * SUB + u
-        tma.async_copy_global_to_shared(d_x, [i_m, (i_k * SUB + u) * _COLUMNS], bar, s_x.index(i_part))
+        i_part, o_k = i_buffer * SUB + u, (i_k * SUB + u) * _COLUMNS
+        s_rows = s_x.index(i_part)
+        if s_x.shape[1] > BM:
+            s_rows = s_rows.slice(0, BM)
+        tma.async_copy_global_to_shared(d_x, [i_m, o_k], bar, s_rows)
 
 
 @gluon.jit
@@ -115,7 +125,7 @@ def _copy(
         wait_for_previous()
         let_next_begin()
     for i in range(num_early):
-        _copy_rows(d_x, s_x, e.index(i), i_m, i, i, SUB)
+        _copy_rows(d_x, s_x, e.index(i), i_m, i, i, BM, SUB)
     # The first tile continues after the early steps.
     i_k = num_early
     # A new barrier counts as past the phase before its first, so buffers are initially free.
@@ -127,7 +137,7 @@ def _copy(
             mbarrier.wait(f.index(i_buffer), phase)
             mbarrier.expect(bar, BYTES)
             _copy_weight(d_wa, d_ta, d_wb, d_tb, s_w, bar, i_n, second, i_k, i_buffer, HEAD, TAIL, SUB, PAIR)
-            _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, SUB)
+            _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, BM, SUB)
             i_buffer, phase = _advance(i_buffer, phase, STAGES)
             i_k += 1
         i_k = 0
@@ -158,8 +168,11 @@ def _multiply(
             mbarrier.wait(e.index(i_buffer), phase)
             for u in gl.static_range(SUB):
                 i_part = i_buffer * SUB + u
-                s_rows = s_x.index(i_part)._reinterpret(s_x.dtype, [ROWS, _COLUMNS], L_X)
-                s_part = s_w.index(i_part * (BN // BLOCK))._reinterpret(s_w.dtype, [WIDTH, _COLUMNS], L_W)
+                if _LARGER_VIEWS:
+                    s_rows = s_x.index(i_part)._reinterpret(s_x.dtype, [ROWS, _COLUMNS], L_X)
+                    s_part = s_w.index(i_part * (BN // BLOCK))._reinterpret(s_w.dtype, [WIDTH, _COLUMNS], L_W)
+                else:
+                    s_rows, s_part = s_x.index(i_part), s_w.index(i_part)
                 if LEFT:
                     b_acc = warpgroup_mma(s_part, s_rows.permute((1, 0)), b_acc, is_async=True)
                 else:
@@ -202,12 +215,16 @@ def linear_skinny_kernel(
     DT: gl.constexpr = d_x.dtype
     BLOCK: gl.constexpr = TAIL if TAIL else HEAD
     BN: gl.constexpr = HEAD + TAIL
-    # The buffers extend past the last blocks by a whole operand.
-    MORE: gl.constexpr = 0 if LEFT else 64 // BM - 1
-    s_x = gl.allocate_shared_memory(DT, [STAGES * SUB + MORE, BM, _COLUMNS], d_x.layout)
     WIDTH: gl.constexpr = 64 if LEFT else (2 * HEAD if TAIL else HEAD)
-    REST: gl.constexpr = (WIDTH - BN) // BLOCK
-    s_w = gl.allocate_shared_memory(DT, [STAGES * SUB * (BN // BLOCK) + REST, BLOCK, _COLUMNS], d_ta.layout)
+    if _LARGER_VIEWS:
+        # The buffers extend past the last blocks by a whole operand.
+        MORE: gl.constexpr = 0 if LEFT else 64 // BM - 1
+        REST: gl.constexpr = (WIDTH - BN) // BLOCK
+        s_x = gl.allocate_shared_memory(DT, [STAGES * SUB + MORE, BM, _COLUMNS], d_x.layout)
+        s_w = gl.allocate_shared_memory(DT, [STAGES * SUB * (BN // BLOCK) + REST, BLOCK, _COLUMNS], d_ta.layout)
+    else:
+        s_x = gl.allocate_shared_memory(DT, [STAGES * SUB, BM if LEFT else 64, _COLUMNS], d_x.layout)
+        s_w = gl.allocate_shared_memory(DT, [STAGES * SUB, WIDTH, _COLUMNS], d_ta.layout)
     e = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     f = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -241,3 +258,12 @@ def linear_skinny_kernel(
 def descriptor(x: torch.Tensor, rows: int) -> TensorDescriptor:
     """Return a descriptor of blocks of `rows` rows of a matrix."""
     return TensorDescriptor.from_tensor(x, [rows, COLUMNS], launch.shared_layout(rows, COLUMNS))
+
+
+def fitting_stages(chosen: Skinny) -> int:
+    """Return the stages that fit shared memory: those of the config, or fewer if operands have memory of their own."""
+    if launch.LARGER_VIEWS:
+        return chosen.num_stages
+    head, tail = head_and_tail(chosen.BN)
+    rows = chosen.BM + 64 if chosen.LEFT else 64 + (2 * head if tail else head)
+    return min(chosen.num_stages, SHARED_BYTES // (rows * chosen.BK * 2 + 16))
