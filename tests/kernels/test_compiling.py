@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.limits import HANG_SECONDS
 from triton import knobs
 from triton.runtime.cache import FileCacheManager, get_cache_manager
 
@@ -84,6 +85,9 @@ from triton.runtime import driver
 class Launcher:
     def __init__(self, src, metadata):
         makers[threading.get_ident()] += 1
+        if len(makers) > 1:
+            several.set()
+        several.wait({HANG_SECONDS})
         self.signature = module.signature = tuple(src.signature.items())
         time.sleep(0.01)
         self.found = module.signature
@@ -95,7 +99,7 @@ def load_binary(*_):
 
 script = runpy.run_path({str(SCRIPT)!r})
 script["pretend"]()
-module, makers, every, loaders = SimpleNamespace(), Counter(), [], set()
+module, makers, every, loaders, several = SimpleNamespace(), Counter(), [], set(), threading.Event()
 driver.active.launcher_cls = Launcher
 properties = {{"max_shared_mem": 232448}}
 driver.active.utils = SimpleNamespace(load_binary=load_binary, get_device_properties=lambda _device: properties)

@@ -12,6 +12,7 @@ import torch
 from tests.kernels.graphs import assert_replays
 
 from moeyard_kernels import ops
+from moeyard_kernels.common.launch import LARGER_VIEWS
 from moeyard_kernels.experts import grouped_gemm as experts
 from moeyard_kernels.experts.grouped_choice import can_choose
 from moeyard_kernels.experts.grouped_configs import SLICE, slice_fits, slices_of_choice
@@ -229,7 +230,7 @@ def test_slices_of_the_first_product() -> None:
     assert {name for name, tile in cut.items() if tile is None} == {"mixtral", "kimi-k2", "odd"}
     assert {name: (tile.columns, tile.stages) for name, tile in cut.items() if tile is not None} == {
         "qwen3-30b": (32, 5),
-        "qwen3.5": (16, 9),
+        "qwen3.5": (16, 9 if LARGER_VIEWS else 5),
         "kimi-linear": (32, 4),
         "v2-lite": (32, 5),
     }
