@@ -12,10 +12,15 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.limits import HANG_SECONDS
 
+# Keys whose default action needs Windows' code of the key.
+_KEY_CODES = MappingProxyType(
+    {"Tab": 9, "Enter": 13, " ": 32, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35}
+)
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
 
@@ -156,9 +161,21 @@ class Page:
             time.sleep(0.05)
         return value
 
-    def picture(self, path: Path, *, whole: bool = True) -> None:
-        """A PNG of the window, or of the whole document."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)["data"]
+    def press(self, key: str, *, shift: bool = False) -> None:
+        """Press a key of the keyboard."""
+        known = {"key": key, "code": key, "windowsVirtualKeyCode": _KEY_CODES.get(key, 0), "modifiers": 8 * shift}
+        text = {"Enter": {"text": "\r"}, " ": {"text": " "}}.get(key, {})
+        self.call("Input.dispatchKeyEvent", type="keyDown", **known, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **known)
+
+    def picture(self, path: Path, *, first: str, last: str, margin: int = 12) -> None:
+        """Write a PNG of the document from the top left of `first` to its right end and the bottom of `last`."""
+        box = "document.querySelector({!r}).getBoundingClientRect()"
+        left, top = (max(0, self.run(f"{box.format(first)}.{side}") - margin) for side in ("left", "top"))
+        width = min(self.run("innerWidth"), self.run(f"{box.format(first)}.right") + margin) - left
+        bottom = self.run(f"{box.format(last)}.bottom") + margin
+        clip = {"x": left, "y": top, "width": width, "height": bottom - top, "scale": 1}
+        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)["data"]
         path.write_bytes(base64.b64decode(data))
 
     def events(self, method: str) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
-"""The pictures of docs/dashboard.md: the page of a running server under some load, at two widths, light and dark.
+"""Take the pictures of docs/dashboard.md: the page of a server under load, at two widths, light and dark.
 
-    moeyard serve --workers 2 --expert-slots 24 --port 8000
+    moeyard serve --workers 2 --expert-slots 48 --port 8000
     PYTHONPATH=. python tests/screenshots.py http://127.0.0.1:8000 --out docs/images
 
-Needs a Chromium on PATH. PNGs are reduced to 256 colours if Pillow is there.
+It needs a Chromium on PATH. Kill a worker meanwhile to show an incident. PNGs are reduced to 256 colours if Pillow is
+installed.
 """
 
 import argparse
@@ -18,11 +19,12 @@ import httpx
 from tests.browser import Browser, find_browser
 from tests.limits import HANG_SECONDS
 
+# Size and colours of each window, and the first and last part in its picture.
 WINDOWS = {
-    "dashboard-1280-light": (1280, 900, False),
-    "dashboard-1280-dark": (1280, 900, True),
-    "dashboard-390-light": (390, 844, False),
-    "dashboard-390-dark": (390, 844, True),
+    "dashboard-1280-light": (1280, 900, False, "header", "#requests"),
+    "dashboard-1280-dark": (1280, 900, True, "#incidents", "#settings"),
+    "dashboard-390-light": (390, 844, False, "header", "#requests"),
+    "dashboard-390-dark": (390, 844, True, "#incidents", "#settings"),
 }
 TOPICS = ("the union", "the sea", "a good harvest", "the war", "liberty", "my dear friend", "the treasury")
 
@@ -40,6 +42,8 @@ def load(url: str, stop: threading.Event, seed: int) -> None:
             }
             if chance.random() < 0.15:
                 body["stop"] = [" and"]
+            if chance.random() < 0.1:
+                body["max_tokens"] = 5000  # refused: more than the model's limit
             with client.stream("POST", "/v1/chat/completions", json=body) as answer:
                 for _ in answer.iter_lines():
                     if stop.is_set():
@@ -76,7 +80,7 @@ def main() -> None:
     browser = Browser(program)
     try:
         pages = {}
-        for name, (width, height, dark) in WINDOWS.items():
+        for name, (width, height, dark, _, _) in WINDOWS.items():
             pages[name] = browser.page(args.url, width=width, height=height, dark=dark)
             # Windows in the background rest: this one is always seen.
             pages[name].call("Emulation.setFocusEmulationEnabled", enabled=True)
@@ -85,14 +89,24 @@ def main() -> None:
         time.sleep(args.seconds)
         args.out.mkdir(parents=True, exist_ok=True)
         for name, page in pages.items():
-            page.run("document.querySelector('#experts').scrollIntoView()")
+            # A window in the background may not have painted everything.
+            page.call("Page.bringToFront")
+            page.run("document.querySelector('#experts').scrollIntoView({behavior: 'instant'})")
             page.wait("!document.querySelector('#heat-body').hidden")
             page.run("document.querySelector('#prompt').value = 'Give a short address to the farmers of this country.'")
             page.run("document.querySelector('#send').click()")
             page.wait("document.querySelector('.say.assistant small, .say.error') !== null")
+            # Parts out of view ask for nothing.
+            for part in ("incidents", "settings"):
+                page.run(f"document.querySelector('#{part}').scrollIntoView({{behavior: 'instant'}})")
+                page.wait(f"document.querySelector('#{part}-empty').hidden || '{part}' === 'incidents'")
+            page.run("document.querySelector('#requests-table .open').click()")
+            page.run("document.querySelector('#incidents-list > :last-child summary')?.click()")
+            page.run("document.querySelector('#refusals summary')?.click()")
             page.run("scrollTo({top: 0, behavior: 'instant'})")
             path = args.out / f"{name}.png"
-            page.picture(path)
+            _, _, _, first, last = WINDOWS[name]
+            page.picture(path, first=first, last=last)
             reduce(path)
             print(
                 path,

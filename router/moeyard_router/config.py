@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from moeyard_worker.keys import RouterKeys
@@ -26,17 +27,38 @@ class WorkerAddress:
     endpoint: its ZMQ ROUTER address. If it is empty, the rank is absent, and the others serve without it.
     metrics_url: its Prometheus page, if it has one.
     draining: whether it takes no new sequences.
+    changes: settings in which it differs from the others since `moeyard restart`, as flags with their values.
     """
 
     rank: int
     endpoint: str
     metrics_url: str | None = None
     draining: bool = False
+    changes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def away(self) -> bool:
         """Whether the others serve without it."""
         return not self.endpoint
+
+
+SettingSource = Literal["default", "flag", "config file", "environment", "checkpoint", "derived"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """An effective setting of the server, for operators. It holds no secret, and of a path only the last part.
+
+    name: the flag without dashes, or a name of something without a flag. `group`: its section in the help of `serve`.
+    value: as JSON. `source`: where it comes from. "derived" means from the machine, the fleet or other settings.
+    why: the reason for a value that is neither given nor the default, or the meaning of an absent default.
+    """
+
+    name: str
+    group: str
+    value: Any
+    source: SettingSource
+    why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +246,7 @@ class RouterConfig:
     restarted: whether this router replaces one that served these workers. Then requests wait until all workers are
         connected. A first router answers 503.
     keys: CURVE keys for the workers' sockets. None: no keys (workers of a test).
+    settings: the server's settings and their sources, for /v1/fleet/config.
     version: the answer of /version.
     fingerprint: `system_fingerprint` of answers by the weights of the start. None: they have none.
     """
@@ -314,6 +337,7 @@ class RouterConfig:
     asleep: int = 0
     restarted: bool = False
     keys: RouterKeys | None = None
+    settings: tuple[Setting, ...] = ()
     version: str = "unknown"
     fingerprint: str | None = None
 

@@ -266,6 +266,20 @@ def test_one_ready_line(service: Command) -> None:
     assert re.fullmatch(stages + loaded + skipped + formats + connections, service.err.read_text())
 
 
+def test_page_has_settings_and_waits(service: Command) -> None:
+    """The figures of the page at / that only a whole server has."""
+    settings = {each["name"]: each for each in get(f"{service.url}/v1/fleet/config").json()["settings"]}
+    assert (settings["model"]["value"], settings["model"]["source"]) == ("demo", "flag")
+    assert (settings["workers"]["value"], settings["workers"]["source"]) == (2, "flag")
+    assert (settings["port"]["value"], settings["port"]["why"]) == (int(service.url.rpartition(":")[2]), "a free port")
+    assert settings["max-model-len"]["value"] == get(f"{service.url}/v1/models").json()["data"][0]["max_model_len"]
+    chat(service.url)
+    (latest, *_) = get(f"{service.url}/v1/fleet/live").json()["requests"]
+    spent = latest["prefill"] + latest["decode"]
+    assert 0 < latest["lockstep"] < spent, "each step waits for the other rank's plan"
+    assert 0 <= latest["fetch"] < spent
+
+
 def test_listens_on_loopback_only(service: Command) -> None:
     """This includes Ray's processes."""
     addresses = {

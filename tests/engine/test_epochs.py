@@ -41,7 +41,9 @@ class FakeFrontend:
 def experts() -> Any:
     """Return an expert cache that holds nothing."""
     counters = SimpleNamespace(num_hits=0, num_misses=0, num_evictions=0)
-    found = SimpleNamespace(num_slots=4, stats=SimpleNamespace(counters=counters), wants_choices=False)
+    found = SimpleNamespace(
+        num_slots=4, stats=SimpleNamespace(counters=counters), wants_choices=False, fetch_seconds=0.0
+    )
     found.adopt = found.begin_step = lambda _: None
     return found
 

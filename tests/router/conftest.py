@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
+from tests.browser import Browser, find_browser
 from tests.limits import HANG_SECONDS
 from tests.router.launcher import WORLD, Launcher, prepared, validate
 from tests.router.scripted_worker import MAX_MODEL_LEN, VOCAB_SIZE, ScriptedWorker
@@ -346,3 +347,21 @@ def launched(start: Starter, script: Callable[[Submit], list[int]]) -> tuple[Ser
     shape = RoutedShape(layers=3, top_k=2, id_bytes=1)
     service = start(WORLD, prepare=lambda worker: prepared(worker, script), routing=shape)
     return service, Launcher(service, script)
+
+
+@pytest.fixture(scope="module")
+def browser_or_none() -> Iterator[Browser | None]:
+    program = find_browser()
+    if program is None:
+        yield None
+        return
+    browser = Browser(program)
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(browser_or_none: Browser | None) -> Browser:
+    if browser_or_none is None:
+        pytest.skip("no Chromium on PATH")
+    return browser_or_none

@@ -76,9 +76,10 @@ class ScriptedWorker:
 
     Test knobs: `script` maps a Submit to output ids. `chunk` is the number of tokens per message, `score_chunk` of
     prompt log-probabilities or experts. `pace` is the seconds per message, `phases` the seconds of queue and prefill in
-    each Done. `experts` maps a position to its routed experts. `paused` accepts requests but emits nothing. `reject`
-    and `loads` answer every Submit and Inspect. `do` runs a function in the worker's thread. `sent_at` maps a request
-    id to the monotonic seconds of its tokens. `hold` and `go_on` act as a survivor does while a peer is missing.
+    each Done, `waits` those for peers and for expert weights. `experts` maps a position to its routed experts. `paused`
+    accepts requests but emits nothing. `reject` and `loads` answer every Submit and Inspect. `do` runs a function in
+    the worker's thread. `sent_at` maps a request id to the monotonic seconds of its tokens. `hold` and `go_on` act as a
+    survivor does while a peer is missing.
     """
 
     def __init__(
@@ -133,6 +134,7 @@ class ScriptedWorker:
         self.score_chunk = 4
         self.experts: Callable[[int], bytes] = scripted_experts
         self.phases = (0.0, 0.0)
+        self.waits: tuple[float | None, float | None] = (None, None)
         self.reject: Rejected | None = None
         self.loads: ExpertLoads | None = None
         self.sent_at: dict[str, list[float]] | None = None
@@ -338,6 +340,8 @@ class ScriptedWorker:
             stop_token_id=stop_token_id,
             queue_seconds=self.phases[0],
             prefill_seconds=self.phases[1],
+            lockstep_seconds=self.waits[0],
+            fetch_seconds=self.waits[1],
         )
         self._socket.send_multipart([running.peer, encode(done)])
         self._load()

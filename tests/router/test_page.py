@@ -5,13 +5,13 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from tests.browser import Browser, Page, find_browser
+from tests.browser import Browser, Page
 from tests.limits import HANG_SECONDS
 
 from moeyard_router.fleet.loads import rows_of_ranks
@@ -323,24 +323,6 @@ def test_silent_rank_is_omitted(start: Any, wait_for: Callable[..., None]) -> No
     assert [r["rank"] for r in service.client.get("/v1/fleet/experts").json()["ranks"]] == [1]
 
 
-@pytest.fixture(scope="module")
-def browser_or_none() -> Iterator[Browser | None]:
-    program = find_browser()
-    if program is None:
-        yield None
-        return
-    browser = Browser(program)
-    yield browser
-    browser.close()
-
-
-@pytest.fixture
-def browser(browser_or_none: Browser | None) -> Browser:
-    if browser_or_none is None:
-        pytest.skip("no Chromium on PATH")
-    return browser_or_none
-
-
 @pytest.mark.parametrize(("width", "dark"), [(390, False), (1280, True)], ids=["390-light", "1280-dark"])
 def test_page_in_a_browser(start: Any, browser: Browser, wait_for: Callable[..., None], width: int, dark: bool) -> None:
     service = start(2, recovery_timeout=0.0)
@@ -353,7 +335,11 @@ def test_page_in_a_browser(start: Any, browser: Browser, wait_for: Callable[...,
     live = service.client.get("/v1/fleet/live").json()
     hits = page.run("document.querySelectorAll('.rank dl')[1].innerText")
     assert "74 %" in hits, "expected 31 hits of 31 + 11 needed experts"
-    assert page.run("document.querySelectorAll('#requests-body tr').length") == len(live["requests"]) == 1
+    assert (
+        page.run("document.querySelectorAll('#requests-table tbody > tr:first-child').length")
+        == len(live["requests"])
+        == 1
+    )
     assert page.run("document.querySelectorAll('canvas').length") >= 4, "expected three charts and a heat map"
     assert second_cell(page).startswith("Layer 1, expert 1 on rank 0: 2 rows")
     page.run("document.querySelector('#prompt').value = 'Hello'")

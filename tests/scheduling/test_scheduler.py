@@ -9,7 +9,7 @@ from tests.scheduling.scheduler_harness import Harness
 
 from moeyard_worker.config.engine_config import SchedulerConfig
 from moeyard_worker.protocol import Done, Rejected, SamplingParams, Submit, TokenLogprob, Tokens
-from moeyard_worker.scheduling.request import Accepted
+from moeyard_worker.scheduling.request import Accepted, Waits
 from moeyard_worker.scheduling.scheduler import Scheduler
 from moeyard_worker.scheduling.step import Chunk, Step
 
@@ -425,6 +425,26 @@ def test_times_are_from_arrival_to_start_to_first_token() -> None:
     assert scheduler.stats.prefill_seconds == [5.0, 15.0]
     assert scheduler.stats.token_seconds == [10.0], "p has one token and no time between tokens"
     assert (scheduler.stats.prefill_tokens, scheduler.stats.generation_tokens) == (11, 3)
+
+
+def test_waits_are_those_between_start_and_end() -> None:
+    scheduler = Scheduler(replace(CONFIG, max_num_seqs=1))
+    scheduler.add(submit("p", 3, 1), b"a", now=1.0)
+    scheduler.add(submit("q", 3, 2), b"a", now=2.0)
+    # The rank's totals after each step. The first steps have one token each.
+    totals, dones = iter([Waits(1.0, 8.0), Waits(3.0, 16.0), Waits(7.0, 64.0)]), []
+    while scheduler.has_work():
+        step = scheduler.schedule(now=3.0)
+        scheduler.stats.waits = next(totals)
+        replies = scheduler.complete(step, [Accepted((1,))] * len(step.sampled), now=4.0)
+        dones += [r.message for r in replies if isinstance(r.message, Done)]
+    p, q = dones
+    assert (p.lockstep_seconds, p.fetch_seconds) == (1.0, None), "no fetch was known at its start"
+    assert (q.lockstep_seconds, q.fetch_seconds) == (6.0, 56.0)
+    scheduler.add(submit("r", 3, 1), b"a", now=5.0)
+    done = scheduler.abort(b"a", "r")
+    assert done is not None
+    assert (done.lockstep_seconds, done.fetch_seconds) == (None, None), "it never started"
 
 
 def test_logprobs_travel_with_their_token() -> None:

@@ -290,6 +290,8 @@ class Done:
     stop_token_id: the last output token if `finish_reason` is "stop".
     error: the failure if `finish_reason` is "error". `retryable`: whether another try may help.
     preempted_seconds: from its start to each of its first MAX_PREEMPTIONS preemptions.
+    lockstep_seconds, fetch_seconds: between its start and its end, how long its rank waited for its peers' plans, and
+        for expert weights. None if the request did not start, or if the host does not see the waits.
     """
 
     type: ClassVar[str] = "done"
@@ -304,6 +306,8 @@ class Done:
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     preempted_seconds: tuple[float, ...] = ()
+    lockstep_seconds: float | None = None
+    fetch_seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from moeyard import __version__
 from moeyard.cli.parser import Parser, fail
@@ -131,7 +131,7 @@ def add_serving_commands(commands: "Commands[Parser]") -> None:
     demo = add_server_command(commands, "demo", text, groups=(*ENGINE_GROUPS, api))
     demo.add_argument("--once", action="store_true", help="exit after the figures")
     run = Late("moeyard.clients.demo", "demo")
-    demo.set_defaults(run=run, model=None, workers=2, load_format="auto", shape=None, layers=None)
+    demo.set_defaults(run=run, parser=demo, model=None, workers=2, load_format="auto", shape=None, layers=None)
 
     text = "what this machine has, and what `serve` with these flags would fail at"
     doctor = add_server_command(commands, "doctor", text, groups=(model, *ENGINE_GROUPS, api))
@@ -259,16 +259,23 @@ def with_subject(argv: list[str]) -> list[str]:
     return argv
 
 
+def parsed(words: list[str]) -> argparse.Namespace:
+    """Return the arguments of a command line and, for a server, of its config file. Raises ValueError or OSError."""
+    args = build_parser().parse_args(words)
+    # The command is the first argument: no flag before it lets a command run.
+    if getattr(args, "config", None) is not None:
+        return cast(argparse.Namespace, load("moeyard.cli.config_file").with_config_file(args, words[1:]))
+    if hasattr(args, "parser"):
+        args.sources = dict.fromkeys(args.parser.given(words[1:]), "flag")
+    return args
+
+
 def main(argv: list[str] | None = None) -> int:
     try:
         if signal.getsignal(signal.SIGINT) is leave:
             # From here on an interrupt is an exception, so that cleanup runs.
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        words = with_subject(sys.argv[1:] if argv is None else argv)
-        args = build_parser().parse_args(words)
-        if getattr(args, "config", None) is not None:
-            # The command is the first argument: no flag before it lets a command run.
-            args = load("moeyard.cli.config_file").with_config_file(args, words[1:])
+        args = parsed(with_subject(sys.argv[1:] if argv is None else argv))
         return int(args.run(args))
     except BrokenPipeError:
         # The reader of stdout has left, as `head` does. Python's final flush would fail again.

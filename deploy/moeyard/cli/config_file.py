@@ -17,19 +17,21 @@ import yaml
 
 # Entries of a parsed command line that are no values of flags.
 _NO_FLAGS = frozenset(("command", "config", "parser", "run"))
+SOURCE = "config file"
 
 
 def with_config_file(args: argparse.Namespace, argv: Sequence[str]) -> argparse.Namespace:
     """The arguments of a command (`args.parser`), with those of its file where `argv` (behind the command) is silent.
 
-    Raises `ValueError` and `OSError` naming the file, and the key at fault.
+    `sources` of the result names where each value comes from, if it is no default. Raises `ValueError` and `OSError`
+    naming the file, and the key at fault.
     """
     path, parser = Path(args.config), args.parser
     merged = parser.parse_args([])
     # Off by default and nothing else: such an option can only be switched on.
     switches = {name for name, value in vars(merged).items() if value is False}
     known = vars(args).keys() - _NO_FLAGS
-    model = None
+    model, names = None, []
     for key, value in read(path).items():
         name = key.replace("-", "_")
         if name not in known:
@@ -39,15 +41,19 @@ def with_config_file(args: argparse.Namespace, argv: Sequence[str]) -> argparse.
             raise ValueError(f"{path}: '{key}' takes a value or a list of values")
         if name == "model":
             model = None if value is None else str(value)
+            names += [name] * (value is not None)
             continue
         parser.origin = f"{path}: "
         # Options that are absent leave what is there already; an absent positional argument does not.
-        merged = parser.parse_args(flag(name.replace("_", "-"), value, switch=name in switches), namespace=merged)
+        words = flag(name.replace("_", "-"), value, switch=name in switches)
+        merged = parser.parse_args(words, namespace=merged)
+        names += [name] * bool(words)
         parser.origin = ""
         if merged.model is not None:
             raise ValueError(f"{path}: '{key}' takes one value, got {value}")
     merged = parser.parse_args(argv, namespace=merged)
     merged.model = model if merged.model is None else merged.model
+    merged.sources = {**dict.fromkeys(names, SOURCE), **dict.fromkeys(parser.given(argv), "flag")}
     return merged
 
 

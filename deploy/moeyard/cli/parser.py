@@ -46,6 +46,13 @@ class Parser(argparse.ArgumentParser):
             self.error("; ".join([f"unrecognized arguments: {' '.join(rest)}", *hints]))
         return found, rest
 
+    def given(self, words: Sequence[str]) -> frozenset[str]:
+        """Return the names of the arguments that these words of a valid command line set."""
+        names = frozenset(action.dest for action in self._actions)
+        # argparse leaves attributes alone that exist, so that absent flags stay None.
+        found = vars(self.parse_args(words, namespace=argparse.Namespace(**dict.fromkeys(names))))
+        return frozenset(name for name in names if found.get(name) is not None)
+
     def hint(self, word: str) -> str:
         """Guess what an unknown flag meant; "" where nothing is near."""
         if not word.startswith("-"):

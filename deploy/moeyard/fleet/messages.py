@@ -48,13 +48,15 @@ class Refused(ValueError):
 class Rank:
     """A rank as routers and Prometheus reach it, and its load report.
 
-    An empty `frontend` means that the rank is away and the others serve without it.
+    An empty `frontend` means that the rank is away and the others serve without it. `changes`: fields of EngineConfig
+    in which it differs from the fleet's config.
     """
 
     rank: int
     frontend: str
     metrics_url: str
     report: dict[str, Any]
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 CommandName = Literal[

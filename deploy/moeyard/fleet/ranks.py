@@ -72,7 +72,8 @@ class Process:
     `epoch` and `placement` are those of its setup. The call `wait` returns when the process stops or loses a peer;
     `loss` is that report until the process rejoins. `has`: experts that it serves, or will serve when it starts.
     `read`: experts that it has read for a later epoch. `silent`: seconds without a heartbeat, 0 while within limits.
-    `weights`: served, or to be served when it starts. `asleep`: the level at which it sleeps, 0 if awake.
+    `weights`: served, or to be served when it starts. `asleep`: the level at which it sleeps, 0 if awake. `changes`:
+    fields in which its config differs from the fleet's.
     """
 
     number: int
@@ -91,6 +92,7 @@ class Process:
     read: Any = None
     silent: float = 0.0
     asleep: int = 0
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -319,7 +321,8 @@ class Ranks:
         process.weights = self.weights
         if plan is None and self._reports:
             decided = {name: self._reports[rank][name] for name in ("max_model_len", "expert_slots")}
-            config = dataclasses.replace(config, **{**decided, "expert_memory": None, **self._changes.get(rank, {})})
+            process.changes = self._changes.get(rank, {})
+            config = dataclasses.replace(config, **{**decided, "expert_memory": None, **process.changes})
         spec = {"config": config, "rank": rank, "epoch": epoch, "placement": process.placement, "seat": None}
         spec["weights"] = process.weights
         if self._seats is None:
@@ -836,5 +839,9 @@ def rank_of(process: Process) -> Rank:
         return Rank(rank=process.rank, frontend="", metrics_url="", report={})
     facts = process.facts
     return Rank(
-        rank=process.rank, frontend=facts["frontend"], metrics_url=facts["metrics_url"], report=process.report or {}
+        rank=process.rank,
+        frontend=facts["frontend"],
+        metrics_url=facts["metrics_url"],
+        report=process.report or {},
+        changes=process.changes,
     )

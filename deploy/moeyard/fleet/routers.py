@@ -52,7 +52,13 @@ _log = logging.getLogger(__name__)
 def addresses(ranks: Sequence[Rank], drained: Collection[int] = ()) -> tuple[WorkerAddress, ...]:
     """Return the router's addresses of these ranks. `drained` ranks take no new requests."""
     return tuple(
-        WorkerAddress(rank=r.rank, endpoint=r.frontend, metrics_url=r.metrics_url or None, draining=r.rank in drained)
+        WorkerAddress(
+            rank=r.rank,
+            endpoint=r.frontend,
+            metrics_url=r.metrics_url or None,
+            draining=r.rank in drained,
+            changes=tuple((name.replace("_", "-"), value) for name, value in sorted(r.changes.items())),
+        )
         for r in ranks
     )
 

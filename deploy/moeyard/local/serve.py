@@ -24,6 +24,7 @@ from moeyard.fleet.weights_api import WeightsApi
 from moeyard.listen import bind, most_connections, outside_url, raise_file_limit, reachable_url
 from moeyard.local.before_start import check_before_start, fetch_missing
 from moeyard.local.device_choice import check_device, device_reason
+from moeyard.local.effective import effective_settings
 from moeyard.local.model_source import hub_id
 from moeyard.local.serve_config import API, ServeConfig
 from moeyard.local.settings import (
@@ -150,6 +151,18 @@ def serve(
                 max_connections=connections,
                 control=trainers_here(options, sock.getsockname()[1]),
             )
+            shown = effective_settings(
+                args,
+                config,
+                model=model,
+                options=options,
+                router=router,
+                log=log,
+                api=api,
+                formats=checked.formats,
+                ranks=ranks,
+            )
+            router = dataclasses.replace(router, settings=shown)
             was_ready = False
 
             def ready() -> None:

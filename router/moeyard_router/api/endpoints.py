@@ -25,6 +25,7 @@ from moeyard_router.api.surfaces import READERS, SURFACES, Writer
 from moeyard_router.config import RouterConfig
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.fleet.records import Refusals
 from moeyard_router.metrics import RouterMetrics
 from moeyard_router.text.bounded import Elsewhere
 from moeyard_router.text.chat import Codec
@@ -41,6 +42,7 @@ _STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 _BYTES_PER_TOKEN = 32
 _BYTES_AROUND = 64 * 1024
 _MANY_EXPERTS = 1 << 20  # bytes of routed experts, which take a millisecond to encode
+_MAX_DIGITS = 16  # of a declared length that is kept
 _MANY_TOKENS = 4096  # a longer list of tokens is encoded outside the event loop
 
 
@@ -70,6 +72,7 @@ class _Endpoint(ABC):
         """Send exactly one answer, or none if the client has left."""
         arrived = time.monotonic()
         record: RequestRecord = scope[SCOPE_KEY]
+        job: Job | None = None
         try:
             self._admit(record.key_name)
             with self._services.bodies.buffer() as take:
@@ -80,6 +83,7 @@ class _Endpoint(ABC):
         except ApiError as error:
             if error.reason:
                 self._services.metrics.rejected(error.reason)
+                note_refusal(self._services.fleet.refusals, error, scope, job=job)
             await send_error(send, error, scope["path"])
 
     def _admit(self, key_name: str | None) -> None:
@@ -317,6 +321,28 @@ async def read_parts(scope: Scope, receive: Receive, limit: int, take: Callable[
         parts.append(part)
         more = message.get("more_body", False)
     return parts
+
+
+def note_refusal(
+    refusals: Refusals, error: ApiError, scope: Scope, *, job: Job | None = None, route: str | None = None
+) -> None:
+    """Keep an error in the list of refusals. `route`: the label of the path, by default the path itself."""
+    declared = dict(scope["headers"]).get(b"content-length", b"")
+    # A longer number is nonsense, and no JSON has it.
+    known = declared.isdigit() and len(declared) < _MAX_DIGITS
+    sizes: dict[str, int | None] = {"body_bytes": int(declared) if known else None}
+    if job is not None and job.continuations:
+        sizes["prompt_tokens"] = sum(len(prompt.token_ids) for prompt in job.prompts)
+        sizes |= {"choices": len(job.continuations), "max_tokens": job.continuations[0].sampling.max_tokens}
+    refusals.add(
+        reason=error.reason,
+        message=error.message,
+        when=time.time(),
+        path=scope["path"] if route is None else route,
+        status=error.status,
+        retry_after=error.retry_after,
+        **sizes,
+    )
 
 
 async def send_error(send: Send, error: ApiError, path: str) -> None:

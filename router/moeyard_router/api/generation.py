@@ -294,6 +294,8 @@ class Generation:
                 prefill=prefill,
                 ttft=None if timing.first is None else timing.first - timing.arrived,
                 decode=decode,
+                lockstep=None if done is None else done.lockstep_seconds,
+                fetch=None if done is None else done.fetch_seconds,
                 total=now - timing.arrived,
             )
         )

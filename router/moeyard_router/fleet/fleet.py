@@ -29,7 +29,7 @@ from moeyard_router.fleet.link import LinkEvents, WorkerLink, gave_up
 from moeyard_router.fleet.loads import LoadsReader
 from moeyard_router.fleet.orders import Cancel, Drain, FleetOrder, Forget, Hold
 from moeyard_router.fleet.policy import Route
-from moeyard_router.fleet.records import RECENT, Phases
+from moeyard_router.fleet.records import RECENT, Phases, Refusals
 from moeyard_router.fleet.ticket import Ticket
 from moeyard_router.metrics import RouterMetrics
 from moeyard_worker.protocol import Abort, Message, SamplingParams
@@ -54,6 +54,7 @@ class Fleet:
     ) -> None:
         self.config = config
         self.recent: deque[Phases] = deque(maxlen=RECENT)  # choices that ended
+        self.refusals = Refusals()
         self.loads = LoadsReader(self._ready_links)
         self.admission = Admission(time.monotonic(), config)
         self._metrics = metrics

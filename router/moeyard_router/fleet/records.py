@@ -1,8 +1,8 @@
-"""The fleet's latest incidents and requests, for operators. Pure. Texts of requests are never stored."""
+"""The fleet's latest incidents, requests and refusals, for operators. Pure. Texts of requests are never stored."""
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Change = Literal["restart", "scale", "update", "sleep"]
@@ -10,6 +10,14 @@ Change = Literal["restart", "scale", "update", "sleep"]
 RECENT = 32  # choices in the ring of recent requests
 _MAX_INCIDENTS = 100
 _MAX_REPORTS = 32  # per incident, so that an unstable fleet does not fill the memory
+_MAX_REFUSALS = 4  # per reason, so that a flood of one reason does not hide the others
+# Reasons whose messages have numbers of this program only. Other messages may repeat text of the client.
+_EXPLAINED = frozenset(
+    (
+        *("queue_full", "queue_timeout", "overload", "busy", "too_large", "prompt_too_long", "never_fits"),
+        *("intake", "not_ready", "fleet_failed"),
+    )
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,6 +129,7 @@ class Phases:
 
     ended: Unix time.
     queue, prefill: the worker's times, unknown if a stop string or the client ended the sequence.
+    lockstep, fetch: within prefill and decode, how long the rank waited for its peers and for expert weights.
     ttft: arrival to first token. `decode`: first to last token. `total`: arrival to end. The router measures these.
     """
 
@@ -137,4 +146,45 @@ class Phases:
     prefill: float | None
     ttft: float | None
     decode: float | None
+    lockstep: float | None
+    fetch: float | None
     total: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """One refused request. None means unknown: most requests are refused before their bodies are read.
+
+    reason: the label of the metric. `message`: the answer's text, if it cannot repeat text of the client.
+    when: Unix time. `path`: the route. `retry_after`: seconds.
+    body_bytes: by the header. `prompt_tokens`: of all prompts together. `max_tokens`: the output limit of a choice.
+    """
+
+    reason: str
+    when: float
+    path: str
+    status: int
+    message: str | None
+    retry_after: float | None
+    body_bytes: int | None
+    prompt_tokens: int | None = None
+    choices: int | None = None
+    max_tokens: int | None = None
+
+
+class Refusals:
+    """The latest refusals of each reason."""
+
+    def __init__(self) -> None:
+        self._latest: dict[str, deque[Refusal]] = {}
+
+    def add(self, *, reason: str, message: str, **known: Any) -> None:
+        """Keep a refusal. `known` are further fields of `Refusal`."""
+        shown = message if reason in _EXPLAINED else None
+        ring = self._latest.setdefault(reason, deque(maxlen=_MAX_REFUSALS))
+        ring.append(Refusal(reason=reason, message=shown, **known))
+
+    def latest(self) -> list[dict[str, Any]]:
+        """Return all as JSON, the latest first."""
+        found = [asdict(refusal) for ring in self._latest.values() for refusal in ring]
+        return sorted(found, key=lambda refusal: float(refusal["when"]), reverse=True)

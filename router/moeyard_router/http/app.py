@@ -57,6 +57,7 @@ def create_app(services: Services, *, health: Health, keys: KeyRing, siblings: S
         Route("/v1/fleet/live", page(live.now)),
         Route("/v1/fleet/experts", page(live.experts)),
         Route("/v1/fleet/incidents", page(live.incidents)),
+        Route("/v1/fleet/config", page(live.config)),
         *(Route(path, page(info.model)) for path in ("/model_info", "/get_model_info")),
         *(Route(path, page(info.server)) for path in ("/server_info", "/get_server_info")),
         Route("/v1/loads", page(info.loads)),
@@ -77,7 +78,13 @@ def create_app(services: Services, *, health: Health, keys: KeyRing, siblings: S
     app = Starlette(routes=routes, exception_handlers=handlers)
     paths = frozenset(route.path for route in routes)
     return RequestGate(
-        app, config=services.config, keys=keys, metrics=services.metrics, paths=paths, traces=services.traces
+        app,
+        config=services.config,
+        keys=keys,
+        metrics=services.metrics,
+        refusals=services.fleet.refusals,
+        paths=paths,
+        traces=services.traces,
     )
 
 

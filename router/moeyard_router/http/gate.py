@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from moeyard_router.api.endpoints import send_error
+from moeyard_router.api.endpoints import note_refusal, send_error
 from moeyard_router.api.request_scope import SCOPE_KEY, RequestRecord, current_request
 from moeyard_router.config import AccessConfig, RouterConfig
 from moeyard_router.errors import ApiError
+from moeyard_router.fleet.records import Refusals
 from moeyard_router.http.credentials import KeyRing
 from moeyard_router.http.live import STATIC
 from moeyard_router.http.origins import Headers, Origins, preflight_headers
@@ -56,6 +57,7 @@ class RequestGate:
         config: RouterConfig,
         keys: KeyRing,
         metrics: RouterMetrics,
+        refusals: Refusals,
         paths: frozenset[str],
         traces: "Traces | None" = None,
     ) -> None:
@@ -64,6 +66,7 @@ class RequestGate:
         self._keys = keys
         self._origins = Origins(config.access.allowed_origins, host=config.host, needs_key=keys.needs_key)
         self._metrics = metrics
+        self._refusals = refusals
         self._paths = paths
         self._keyless = PROBES | PAGES | (frozenset() if config.access.protect_metrics else METRICS)
         self._log = config.access.access_log
@@ -107,6 +110,7 @@ class RequestGate:
             await self._app(scope, receive, sending)
         except ApiError as error:  # raised by the checks above; the app answers its own errors
             self._metrics.rejected(error.reason)
+            note_refusal(self._refusals, error, scope, route=route)
             await send_error(sending, error, scope["path"])
         finally:
             self._metrics.http_took(route, time.monotonic() - record.began)

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import time
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from moeyard_router.api.endpoints import Services
+from moeyard_router.config import Setting
 from moeyard_router.fleet.collector import kv_usage, total
 from moeyard_router.fleet.health import Health
 from moeyard_router.fleet.loads import rows_of_ranks
@@ -150,11 +152,31 @@ class LiveView:
             "totals": {name: total(workers, name) for name in _FLEET_SUMS} | {"kv_usage": kv_usage(workers)},
             **_counters_and_histograms(figures["samples"]),
             "requests": figures["requests"],
+            "refusals": figures["refusals"],
         }
 
     async def incidents(self) -> dict[str, Any]:
         """Return the latest losses and how the fleet recovered."""
         return {"time": time.time(), "incidents": self._fleet.admission.incidents.latest()}
+
+    async def config(self) -> dict[str, Any]:
+        """Return the settings in use with their sources, and those in which ranks differ since a restart."""
+        changed = [
+            {"rank": rank.rank, "name": name, "value": value}
+            for rank in self._fleet.admission.ranks.addresses
+            for name, value in rank.changes
+        ]
+        settings = [asdict(self._current(setting)) for setting in self._config.settings]
+        return {"time": time.time(), "version": self._config.version, "settings": settings, "changed": changed}
+
+    def _current(self, setting: Setting) -> Setting:
+        """Return a setting as it is now: `moeyard scale` changes the number of workers and what follows from it."""
+        count = len(self._fleet.admission.ranks)
+        if setting.name == "workers" and setting.value != count:
+            return replace(setting, value=count, source="derived", why="moeyard scale")
+        if setting.name == "max-inflight":
+            return replace(setting, value=self._config.most_inflight(count))
+        return setting
 
     async def experts(self) -> dict[str, Any]:
         """Return the rows that each expert computed, per rank: `rows[i]` of layer `layers[i]`, in `experts` order."""
@@ -192,6 +214,7 @@ class LiveView:
             "router_inflight": [worker["router_inflight"] for worker in described["workers"]],
             "samples": samples,
             "requests": list(reversed(self._fleet.recent)),
+            "refusals": self._fleet.refusals.latest(),
         }
 
 

@@ -222,9 +222,10 @@ OPERATIONS = (
     Operation(path="/v1/models", text="The served model.", reply="ModelList"),
     Operation(path="/v1/models/{id}", text="A model by its name.", reply="Model", errors=(*_GUARDED, 404)),
     Operation(path="/v1/fleet", text="State and latest snapshot of every rank.", reply="Fleet"),
-    Operation(path="/v1/fleet/live", text="The data of the dashboard: fleet, totals, last requests.", reply="Live"),
+    Operation(path="/v1/fleet/live", text="Data of the dashboard: fleet, totals, requests, refusals.", reply="Live"),
     Operation(path="/v1/fleet/experts", text="Rows that each expert computed, per rank.", reply="Experts"),
     Operation(path="/v1/fleet/incidents", text="The latest losses, and how the fleet recovered.", reply="Incidents"),
+    Operation(path="/v1/fleet/config", text="The settings in use, and the source of each value.", reply="Config"),
     *(
         Operation(path=path, text="SGLang's facts of the model.", reply="EngineModel")
         for path in ("/model_info", "/get_model_info")

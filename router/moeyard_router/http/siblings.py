@@ -87,6 +87,7 @@ def merged(figures: Sequence[Mapping[str, Any]], *, num_requests: int) -> dict[s
         for name, value in each["samples"].items():
             samples[name] = samples.get(name, 0.0) + value
     requests = [request for each in figures for request in each["requests"]]
+    refusals = [refusal for each in figures for refusal in each["refusals"]]
     return {
         "inflight": sum(each["inflight"] for each in figures),
         "router_inflight": [
@@ -94,6 +95,7 @@ def merged(figures: Sequence[Mapping[str, Any]], *, num_requests: int) -> dict[s
         ],
         "samples": samples,
         "requests": sorted(requests, key=lambda request: request["ended"], reverse=True)[:num_requests],
+        "refusals": sorted(refusals, key=lambda refusal: refusal["when"], reverse=True),
     }
 
 

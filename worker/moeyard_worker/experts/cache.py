@@ -262,6 +262,11 @@ class ExpertCache:
             self.stats.take(counts, num_slots=self.num_slots, slot_bytes=size, all_on_host=self._all_on_host)
         return self.stats
 
+    @property
+    def fetch_seconds(self) -> float | None:
+        """Total time for which the host waited for expert weights. None if a device fetches them."""
+        return self.stats.copy_seconds if self._residency is None else None
+
     def loads(self, rank: int) -> ExpertLoads | None:
         """Return the rows that experts computed, or None while the counts of a device are being copied."""
         chosen = () if self._choices is None else self._choices.read()

@@ -14,7 +14,7 @@ from moeyard_worker.protocol import (
     TokenLogprob,
     Tokens,
 )
-from moeyard_worker.scheduling.request import Accepted, Reply, Request, SchedulerStats
+from moeyard_worker.scheduling.request import Accepted, Reply, Request, SchedulerStats, Waits
 from moeyard_worker.scheduling.step import Chunk
 from moeyard_worker.state.routing import PageRouting
 
@@ -98,9 +98,9 @@ def finish_reason(output: Sequence[int], params: SamplingParams, eos_token_ids: 
     return "length" if len(output) >= params.max_tokens else None
 
 
-def done(request: Request, reason: str, error: str | None = None, *, retryable: bool = True) -> Done:
-    """Return the last message about a request."""
-    started, first = request.started, request.first_token
+def done(request: Request, reason: str, waits: Waits, error: str | None = None, *, retryable: bool = True) -> Done:
+    """Return the last message about a request. `waits`: the rank's totals now."""
+    started, first, waited = request.started, request.first_token, waits.since(request.waits)
     return Done(
         request_id=request.request_id,
         finish_reason=reason,
@@ -113,6 +113,8 @@ def done(request: Request, reason: str, error: str | None = None, *, retryable: 
         queue_seconds=0.0 if started is None else started - request.arrived,
         prefill_seconds=0.0 if started is None or first is None else first - started,
         preempted_seconds=() if started is None else tuple(at - started for at in request.preempted),
+        lockstep_seconds=waited.lockstep,
+        fetch_seconds=waited.fetch,
     )
 
 

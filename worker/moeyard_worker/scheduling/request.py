@@ -2,10 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from moeyard_worker.protocol import Message, SamplingParams, Submit, TokenLogprob
 from moeyard_worker.scheduling.step import Chunk, RequestKey
+
+
+class Waits(NamedTuple):
+    """Running totals of a rank's waits in seconds: for its peers' plans, and for expert weights (None: unknown)."""
+
+    lockstep: float | None = 0.0
+    fetch: float | None = None
+
+    def since(self, before: "Waits | None") -> "Waits":
+        """Return the waits since the totals were `before`. None there: no time has begun."""
+        pairs = zip(self, before or (None, None), strict=True)
+        return Waits(*(None if now is None or then is None else now - then for now, then in pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +139,7 @@ class Request:
     in_flight: list[Chunk] = field(default_factory=list)
     sample_index: int = 0
     started: float | None = None
+    waits: Waits | None = None
     first_token: float | None = None
     preempted: list[float] = field(default_factory=list)
 
@@ -222,6 +235,7 @@ class SchedulerStats:
     token_seconds: mean time per token of each request that finished with 2 tokens or more.
     dropped_tokens: positions of computed prompts that compression dropped.
     drafts, accepted: drafts verified and accepted at the j-th position after a known token.
+    waits: of the rank. The engine counts them.
     """
 
     num_preemptions: int = 0
@@ -235,6 +249,7 @@ class SchedulerStats:
     token_seconds: list[float] = field(default_factory=list)
     drafts: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    waits: Waits = field(default_factory=Waits)
 
     def computed(self, chunk: Chunk) -> None:
         """Count a computed chunk of a prompt, and the positions that its compaction dropped."""

@@ -105,7 +105,7 @@ class Scheduler:
         request = Request.of(submit, prompt, client=client, arrived=now, hashes=hashes, constraint=constraint)
         reason = finish_reason(request.output, submit.sampling, self.config.eos_token_ids) if request.output else None
         if reason is not None:
-            return done(request, reason)
+            return done(request, reason, self.stats.waits)
         self._roster.enter(request)
         return None
 
@@ -224,7 +224,7 @@ class Scheduler:
             roster.start_first()
             holdings.start(request, prefix)
             if request.started is None:
-                request.started = now
+                request.started, request.waits = now, self.stats.waits
                 request.cached_tokens = start
                 self.stats.queue_seconds.append(now - request.arrived)
             self.stats.prefix_query_tokens += len(request.prompt)
@@ -404,7 +404,7 @@ class Scheduler:
         self._roster.end(request)
         if not request.in_flight:
             self._holdings.release(request)
-        return done(request, reason, error, retryable=retryable)
+        return done(request, reason, self.stats.waits, error, retryable=retryable)
 
     def validate(self) -> None:
         """Assert every invariant. Tests call this after each event, and the engine when it is idle."""

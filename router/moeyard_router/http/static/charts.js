@@ -1,8 +1,8 @@
 // Three charts of the last five minutes, drawn by uPlot (a global of uplot.js).
-import { amount, byId, color, make, rankColor, secondsText } from "./format.js";
+import { amount, byId, clock, color, make, rankColor, secondsText } from "./format.js";
 import { KEPT_SECONDS } from "./history.js";
 
-const HEIGHT = 148, LATENCY_SPAN = 15;
+const HEIGHT = 148, LATENCY_SPAN = 15, TABLE_SECONDS = 30;
 
 class Chart {
   /** `lines`: [name, CSS variable of its colour]; `text` formats a value. */
@@ -70,6 +70,8 @@ class Chart {
 export class Charts {
   constructor() {
     this.charts = null;
+    this.table = byId("charts-table");
+    this.table.addEventListener("toggle", () => this.tell());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.rebuild());
   }
 
@@ -99,5 +101,18 @@ export class Charts {
       const found = every((at) => history.quantiles(name, [0.5, 0.95], LATENCY_SPAN, at));
       chart.set([times, found.map((f) => f?.[0] ?? null), found.map((f) => f?.[1] ?? null)]);
     }
+    this.tell();
+  }
+
+  /** Fill the table while it is open: a row per half minute, the latest first. */
+  tell() {
+    if (!this.table.open || !this.charts) return;
+    const [output, ttft, tpot] = this.charts, times = output.data[0];
+    const columns = [...output.lines.map(([name], i) => [`${name}, tokens/s`, output, i]), ...[[ttft, "TTFT"], [tpot, "TPOT"]].flatMap(([chart, name]) => chart.lines.map(([line], i) => [`${name} ${line}`, chart, i]))];
+    const rows = [];
+    for (let at = times.length - 1; at >= 0; at--) if (!rows.length || times[rows.at(-1)] - times[at] >= TABLE_SECONDS) rows.push(at);
+    this.table.querySelector("thead tr").replaceChildren(...["Time", ...columns.map(([name]) => name)].map((text) => make("th", { scope: "col", text })));
+    this.table.querySelector("tbody").replaceChildren(...rows.map((at) => make("tr", {}, make("td", { text: clock(times[at]) }),
+      ...columns.map(([, chart, i]) => make("td", { text: chart.text(chart.data[i + 1][at]) })))));
   }
 }

@@ -1,14 +1,24 @@
-// Rows by layer and expert as a heat map: how far each expert is from the mean of its layer.
-import { amount, byId, call, color, make, percent } from "./format.js";
+// Rows by layer and expert as a heat map: how far each expert is from the mean of its layer, now and in the last minutes.
+import { amount, byId, call, clock, color, make, percent } from "./format.js";
+import { KEPT_SECONDS } from "./history.js";
 
-const EVERY = 3000, MINUTE = 60, LEFT = 34, TOP = 20;
+// `STRIDE`: seconds between two kept answers. `BUSIEST`: rows of the table of experts.
+const EVERY = 3000, MINUTE = 60, STRIDE = 10, BUSIEST = 10, LEFT = 34, TOP = 20, AXIS = 16;
 
 export class Experts {
   constructor() {
     this.samples = [];
     this.visible = false;
     this.cell = null;
+    this.pinned = null;  // Unix time of the end of the shown span; null follows the present
     this.canvas = byId("heat-map");
+    this.strip = byId("heat-strip");
+    this.slider = byId("heat-time");
+    this.slider.min = -KEPT_SECONDS;
+    this.slider.step = STRIDE;
+    this.slider.addEventListener("input", () => this.pin(this.samples.at(-1)?.time + Number(this.slider.value)));
+    this.strip.addEventListener("pointerdown", (event) => this.pin(this.timeAt(event.offsetX)));
+    byId("heat-now").addEventListener("click", () => this.pin(null));
     new IntersectionObserver((entries) => { this.visible = entries.at(-1).isIntersecting; }).observe(byId("experts"));
     new ResizeObserver(() => this.draw()).observe(byId("heat"));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
@@ -18,38 +28,49 @@ export class Experts {
     this.canvas.addEventListener("keydown", (event) => this.move(event));
   }
 
-  /** Ask, unless nobody sees the section. */
+  /** Ask often while the section is visible, and for the history otherwise. */
   async poll() {
-    if (!this.visible || document.hidden) return;
-    if (this.asked && performance.now() - this.asked < EVERY) return;
+    const every = this.visible ? EVERY : STRIDE * 1000;
+    if (this.asked && performance.now() - this.asked < every) return;
     this.asked = performance.now();
     const answer = await (await call("v1/fleet/experts")).json();
-    if (this.samples.length && this.samples[0].generation !== answer.generation) this.samples = [];
+    if (this.samples.length && this.samples[0].generation !== answer.generation) Object.assign(this, { samples: [], pinned: null });
+    const before = this.samples.at(-2);
+    if (before && answer.time - before.time < STRIDE) this.samples.pop();
     this.samples.push(answer);
-    // Keep one that is a minute old, or a little more, to take the difference to.
-    while (this.samples.length > 2 && this.samples[1].time <= answer.time - MINUTE) this.samples.shift();
+    // The oldest answer is one that the first minute of the history can be compared with.
+    while (this.samples.length > 2 && this.samples[1].time <= answer.time - KEPT_SECONDS - MINUTE) this.samples.shift();
     this.draw();
   }
 
-  /** [layer][expert] rows of the chosen span, who owns each column, and the layers' numbers; null if nothing is known. */
+  /** Show the span that ends at a time, or at present for null. */
+  pin(time) {
+    const latest = this.samples.at(-1)?.time;
+    if (latest === undefined) return;
+    this.pinned = time === null || time > latest - STRIDE / 2 ? null : Math.max(time, this.samples[0].time);
+    this.draw();
+  }
+
+  /** The newest of the answers up to a time, or the oldest of all. */
+  sampleAt(time) {
+    return this.samples.findLast((each) => each.time <= time) ?? this.samples[0];
+  }
+
+  /** Rows by layer and expert of the chosen span, the owner of each column, and the layers' numbers. */
   table() {
-    const now = this.samples.at(-1), since = document.querySelector("input[name=span]:checked").value === "start";
-    const ranks = now?.ranks.filter((each) => each.rows.length) ?? [];
-    if (!ranks.length) return null;
-    const old = since ? [] : this.samples[0].ranks;
-    const owners = ranks.flatMap((each) => each.rows[0].map((_, i) => ({ rank: each.rank, expert: each.experts[i] })));
-    const rows = ranks[0].layers.map((_, l) => ranks.flatMap((each) => {
-      const past = old.find((o) => o.rank === each.rank)?.rows[l];
-      // What a silent rank's rows have chosen on a GPU is missing from all: an answer may be less than one before.
-      return each.rows[l].map((count, i) => Math.max(0, count - (past?.[i] ?? 0)));
-    }));
-    return { layers: ranks[0].layers, owners, rows, ranks: ranks.map((each) => each.rank) };
+    const now = this.pinned === null ? this.samples.at(-1) : this.sampleAt(this.pinned + 1);
+    const since = document.querySelector("input[name=span]:checked").value === "start";
+    return now ? counted(now, since ? null : this.sampleAt(now.time - MINUTE + 1)) : null;
   }
 
   draw() {
+    this.showTime();
     const table = this.table(), empty = byId("heat-empty");
     const total = table ? table.rows.flat().reduce((a, b) => a + b, 0) : 0;
-    byId("heat-body").hidden = !total;
+    // The history stays in view when the shown span is empty.
+    const known = total || this.samples.at(-1)?.ranks.some((rank) => rank.rows.flat().some((count) => count > 0));
+    byId("heat-body").hidden = !known;
+    byId("heat-cells").hidden = !total;
     empty.hidden = Boolean(total);
     if (!total) {
       const told = this.samples.at(-1)?.ranks.length;
@@ -57,15 +78,74 @@ export class Experts {
         ? "No rows counted yet. They begin with the first request."
         : "No rank has answered.";
       this.current = null;
-      return;
+    } else {
+      this.current = table;
+      this.relative = relative(table.rows);
+      this.top = Math.max(2, Math.ceil(Math.max(...this.relative.flat())));
+      this.paint();
+      this.summary(table);
+      if (this.cell) this.tell();
     }
-    this.current = table;
-    const means = table.rows.map((row) => row.reduce((a, b) => a + b, 0) / row.length);
-    this.relative = table.rows.map((row, l) => row.map((count) => (means[l] ? count / means[l] : 0)));
-    this.top = Math.max(2, Math.ceil(Math.max(...this.relative.flat())));
-    this.paint();
-    this.summary(table);
-    if (this.cell) this.tell();
+    if (known) this.paintStrip();
+  }
+
+  /** The slider, and the end of the shown span as text. */
+  showTime() {
+    const latest = this.samples.at(-1)?.time;
+    if (this.pinned !== null) this.pinned = Math.max(this.pinned, latest - KEPT_SECONDS);
+    const back = this.pinned === null ? 0 : Math.round((latest - this.pinned) / STRIDE) * STRIDE;
+    const text = back ? `${Math.floor(back / 60)} min ${back % 60} s ago` : "now";
+    this.slider.value = -back;
+    this.slider.setAttribute("aria-valuetext", text);
+    byId("heat-until").textContent = back ? `until ${clock(this.pinned)}, ${text}` : "until now";
+    byId("heat-now").disabled = !back;
+  }
+
+  timeAt(x) {
+    return this.samples.at(-1)?.time - KEPT_SECONDS * (1 - (x - LEFT) / (this.strip.clientWidth - LEFT));
+  }
+
+  /** The busiest expert of each layer over the mean, for each part of the last minutes. */
+  paintStrip() {
+    const { strip, samples } = this, ratio = devicePixelRatio || 1, width = strip.clientWidth, latest = samples.at(-1).time;
+    const layers = (samples.findLast((each) => each.ranks.some((rank) => rank.rows.length))?.ranks.find((rank) => rank.rows.length)?.layers) ?? [];
+    const cellHeight = Math.max(3, Math.min(12, 140 / Math.max(1, layers.length))), bottom = cellHeight * layers.length;
+    strip.width = width * ratio;
+    strip.height = (bottom + AXIS) * ratio;
+    strip.style.height = `${bottom + AXIS}px`;
+    const ink = strip.getContext("2d"), shade = shades(), scale = (width - LEFT) / KEPT_SECONDS;
+    ink.scale(ratio, ratio);
+    ink.font = "11px system-ui, sans-serif";
+    ink.textBaseline = "middle";
+    let most = null, columns = 0;
+    const x = (time) => LEFT + (KEPT_SECONDS - (latest - time)) * scale;
+    const tops = samples.slice(1).map((sample, i) => busiest(sample, samples[i]));
+    const top = Math.max(2, Math.ceil(Math.max(...tops.flatMap((each) => each ?? [0]))));
+    samples.slice(1).forEach((sample, i) => {
+      if (!tops[i] || x(sample.time) <= LEFT) return;
+      columns++;
+      const left = Math.max(LEFT, x(samples[i].time));
+      tops[i].forEach((value, l) => {
+        if (value && (!most || value > most.value)) most = { value, layer: layers[l], time: sample.time };
+        ink.fillStyle = shade(value / top);
+        ink.fillRect(left, l * cellHeight, x(sample.time) - left - 1, cellHeight - (cellHeight > 6 ? 1 : 0));
+      });
+    });
+    ink.fillStyle = color("--muted");
+    ink.textAlign = "right";
+    const every = Math.ceil(14 / cellHeight);
+    layers.forEach((layer, l) => { if (l % every === 0) ink.fillText(layer, LEFT - 8, (l + 0.5) * cellHeight); });
+    [[0, "right", "now"], [KEPT_SECONDS / 2, "center", `${KEPT_SECONDS / 120} min ago`], [KEPT_SECONDS, "left", `${KEPT_SECONDS / 60} min ago`]].forEach(([ago, align, text]) => {
+      ink.textAlign = align;
+      ink.fillText(text, x(latest - ago), bottom + AXIS / 2 + 1);
+    });
+    if (this.pinned !== null) {
+      ink.fillStyle = color("--text");
+      ink.fillRect(x(this.pinned) - 1, 0, 2, bottom);
+    }
+    const text = most ? `The highest was ${most.value.toFixed(1)} × the mean, in layer ${most.layer} until ${clock(most.time)}.` : "No rows in this time.";
+    strip.setAttribute("aria-label", `Busiest expert of each layer over the last minutes. ${text}`);
+    byId("heat-strip-text").textContent = columns ? `Busiest expert of each layer. ${text}` : "Drawn while this page is open.";
   }
 
   paint() {
@@ -116,7 +196,6 @@ export class Experts {
 
   summary(table) {
     const total = table.rows.flat().reduce((a, b) => a + b, 0);
-    const head = make("tr", {}, ...["Rank", "Rows", "Share", "Busiest expert"].map((text) => make("th", { scope: "col", text })));
     const lines = table.ranks.map((rank) => {
       let rows = 0, worst = [0, 0, 0];
       table.rows.forEach((row, l) => row.forEach((count, e) => {
@@ -127,8 +206,10 @@ export class Experts {
       const busiest = worst[0] ? `${worst[0].toFixed(1)} × mean, layer ${worst[1]} expert ${worst[2]}` : "–";
       return make("tr", {}, ...[`rank ${rank}`, amount(rows), `${percent(rows / total)} %`, busiest].map((text) => make("td", { text })));
     });
-    byId("heat-ranks").tBodies[0]?.remove();
-    byId("heat-ranks").append(make("tbody", {}, head, ...lines));
+    byId("heat-ranks").tBodies[0].replaceChildren(...lines);
+    const cells = table.rows.flatMap((row, l) => row.map((count, e) => ({ count, l, e, times: this.relative[l][e] })));
+    byId("heat-busiest").tBodies[0].replaceChildren(...cells.sort((a, b) => b.times - a.times).slice(0, BUSIEST).map(({ count, l, e, times }) =>
+      make("tr", {}, ...[table.layers[l], table.owners[e].expert, `rank ${table.owners[e].rank}`, amount(count), `${times.toFixed(2)} ×`].map((text) => make("td", { text })))));
   }
 
   point(event) {
@@ -158,6 +239,36 @@ export class Experts {
     const { rank, expert } = table.owners[e];
     byId("heat-cell").textContent = `Layer ${table.layers[l]}, expert ${expert} on rank ${rank}: ${amount(table.rows[l][e])} rows, ${this.relative[l][e].toFixed(2)} × the layer's mean`;
   }
+}
+
+/** The rows of a span as a table: what `now` has counted since `old` (null: since the start). Null without any rank. */
+function counted(now, old) {
+  const ranks = now.ranks.filter((each) => each.rows.length);
+  if (!ranks.length) return null;
+  const owners = ranks.flatMap((each) => each.rows[0].map((_, i) => ({ rank: each.rank, expert: each.experts[i] })));
+  const rows = ranks[0].layers.map((_, l) => ranks.flatMap((each) => {
+    const past = old?.ranks.find((o) => o.rank === each.rank)?.rows[l];
+    // On a GPU the choices of a silent rank are missing from all ranks' rows, so an answer may be below an earlier one.
+    return each.rows[l].map((count, i) => Math.max(0, count - (past?.[i] ?? 0)));
+  }));
+  return { layers: ranks[0].layers, owners, rows, ranks: ranks.map((each) => each.rank) };
+}
+
+/** Each count over the mean of its layer; 0 in a layer without rows. */
+function relative(rows) {
+  return rows.map((row) => {
+    const mean = row.reduce((a, b) => a + b, 0) / row.length;
+    return row.map((count) => (mean ? count / mean : 0));
+  });
+}
+
+/** The busiest expert of each layer over the mean between two answers; null without rows. Kept with the later answer. */
+function busiest(now, old) {
+  if (now.since !== old.time) {
+    const table = counted(now, old), tops = table && relative(table.rows).map((row) => Math.max(...row));
+    Object.assign(now, { since: old.time, tops: tops?.some((value) => value > 0) ? tops : null });
+  }
+  return now.tops;
 }
 
 /** A colour for 0 to 1, through three of the page's own. */

@@ -11,7 +11,7 @@ export class History {
   add(live) {
     const last = this.samples.at(-1);
     if (last && (live.monotonic < last.monotonic || live.generation !== last.generation)) this.samples = [];
-    const { requests, ...kept } = live;
+    const { requests, refusals, ...kept } = live;
     this.samples.push(kept);
     while (this.samples.length > 2 && this.samples[0].monotonic < live.monotonic - KEPT_SECONDS - 1) this.samples.shift();
   }

@@ -1,13 +1,18 @@
-// The page's heart: asks /v1/fleet/live once a second while somebody looks, and shows what it says.
+// Ask /v1/fleet/live once a second while the page is visible, and show the answer.
 import { byId, call } from "./format.js";
 import { Charts } from "./charts.js";
 import { Chat } from "./chat.js";
 import { Experts } from "./experts.js";
 import { History } from "./history.js";
-import { showRanks, showRequests, showTiles } from "./ranks.js";
+import { Incidents } from "./incidents.js";
+import { showRanks, showTiles } from "./ranks.js";
+import { showRefusals } from "./refusals.js";
+import { showRequests } from "./requests.js";
+import { Settings } from "./settings.js";
 
 const EVERY = 1000;
 const history = new History(), charts = new Charts(), experts = new Experts(), chat = new Chat();
+const incidents = new Incidents(), settings = new Settings();
 
 function show(live) {
   history.add(live);
@@ -18,11 +23,12 @@ function show(live) {
   showTiles(history);
   showRanks(history);
   showRequests(live.requests);
+  showRefusals(history, live.refusals);
   charts.show(history);
   chat.know(live);
 }
 
-/** The pill, the window's title, and a banner where there is a reason. */
+/** Show the state in the pill and the window's title, and in a banner if there is a reason. */
 function state(kind, word, reason) {
   const pill = byId("state"), banner = byId("banner");
   pill.className = `pill ${kind}`;
@@ -41,7 +47,7 @@ function lost(error) {
   const wanted = error.status === 401 || error.status === 403;
   document.body.classList.toggle("stale", Boolean(history.latest) && !wanted);
   if (wanted) {
-    byId("key-panel").hidden = false;
+    showKey(true);
     state("warming", "key wanted", `The server wants an API key: ${error.message}`);
   } else {
     state("failed", "no answer", `The router does not answer: ${error.message}`);
@@ -55,26 +61,35 @@ async function poll() {
       document.body.classList.remove("stale");
       show(live);
       await experts.poll();
+      await incidents.poll(live);
+      await settings.poll(live);
     } catch (error) {
       lost(error);
-      if (!(error.status || error.name === "TimeoutError" || error.name === "AbortError" || error instanceof TypeError)) console.error(error);
+      if (error.status === undefined) reportError(error);
     }
   }
   setTimeout(poll, EVERY);
 }
 
+function showKey(shown) {
+  byId("key-panel").hidden = !shown;
+  byId("key-open").setAttribute("aria-expanded", String(shown));
+}
+
 byId("key-open").addEventListener("click", () => {
-  byId("key-panel").hidden = !byId("key-panel").hidden;
+  showKey(byId("key-panel").hidden);
   if (!byId("key-panel").hidden) byId("key").focus();
 });
 byId("key-save").addEventListener("click", () => {
   sessionStorage.setItem("moeyard-key", byId("key").value.trim());
   byId("key").value = "";
-  byId("key-panel").hidden = true;
+  showKey(false);
+  byId("key-open").focus();
 });
 byId("key-forget").addEventListener("click", () => {
   sessionStorage.removeItem("moeyard-key");
-  byId("key-panel").hidden = true;
+  showKey(false);
+  byId("key-open").focus();
 });
 byId("key").addEventListener("keydown", (event) => { if (event.key === "Enter") byId("key-save").click(); });
 

@@ -1,4 +1,4 @@
-// The tiles, one card per rank, and the table of the latest requests.
+// The tiles, and one card per rank.
 import { amount, byId, make, percent, rankColor, seconds, secondsText } from "./format.js";
 
 const MINUTE = 60, RATE_SPAN = 5, SPARK_POINTS = 60;
@@ -97,46 +97,4 @@ function drawSpark(svg, history, pick) {
   const [area, stroke] = svg.children;
   stroke.setAttribute("d", line);
   area.setAttribute("d", points.length > 1 ? `${line}L128 34L${x(0).toFixed(1)} 34Z` : "");
-}
-
-const ENDS = { stop: "stop", length: "length", abort: "left", error: "failed" };
-
-export function showRequests(requests) {
-  byId("requests-empty").hidden = requests.length > 0;
-  byId("requests-table").hidden = requests.length === 0;
-  const shown = requests.slice(0, 16), longest = Math.max(...shown.map((r) => r.total));
-  byId("requests-body").replaceChildren(...shown.map((request) => requestRow(request, longest)));
-}
-
-function requestRow(r, longest) {
-  const cell = (label, text, small) => make("td", { ...(label ? { "data-label": label } : {}), text }, ...(small ? [make("small", { text: small })] : []));
-  const tpot = r.output_tokens > 1 && r.decode != null ? r.decode / (r.output_tokens - 1) : null;
-  const end = cell("", ENDS[r.reason] ?? r.reason);
-  if (r.reason === "error") end.className = "bad";
-  const row = make("tr", { title: `${r.id}, choice ${r.index}` },
-    cell("", new Date(r.ended * 1000).toLocaleTimeString("en-GB")),
-    cell("", r.kind, r.rank == null ? "" : ` rank ${r.rank}`),
-    cell("Prompt", amount(r.prompt_tokens), r.cached_tokens ? ` ${amount(r.cached_tokens)} cached` : ""),
-    cell("Output", amount(r.output_tokens)),
-    make("td", { class: "bar" }, phases(r, longest)),
-    cell("TTFT", secondsText(r.ttft)), cell("TPOT", secondsText(tpot)), cell("Total", secondsText(r.total)), end);
-  return row;
-}
-
-function phases(r, longest) {
-  // Without the worker's last word the time to the first token is one piece.
-  const parts = r.queue == null || (r.prefill === 0 && r.ttft != null)
-    ? [["first", "to first token", r.ttft], ["decode", "decode", r.decode]]
-    : [["queue", "queue", r.queue], ["prefill", "prefill", r.prefill], ["decode", "decode", r.decode]];
-  const known = parts.reduce((sum, [, , value]) => sum + (value ?? 0), 0);
-  parts.push(["rest", "rest", Math.max(0, r.total - known)]);
-  const text = parts.filter(([, , value]) => value != null).map(([, name, value]) => `${name} ${secondsText(value)}`).join(", ");
-  const bar = make("div", { class: "phases", role: "img", "aria-label": text, title: text });
-  for (const [kind, , value] of parts) {
-    if (!value) continue;
-    const piece = make("i", { class: kind });
-    piece.style.width = `${(99 * value) / longest}%`;
-    bar.append(piece);
-  }
-  return bar;
 }

@@ -36,7 +36,7 @@ from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.experts.cache import ExpertCache
 from moeyard_worker.protocol import Abort, Hello, Inspect, Message, Rejected, Submit
 from moeyard_worker.scheduling.admission import refusal
-from moeyard_worker.scheduling.request import Constraint
+from moeyard_worker.scheduling.request import Constraint, Waits
 from moeyard_worker.scheduling.scheduler import Scheduler
 from moeyard_worker.scheduling.step import Step
 
@@ -131,6 +131,8 @@ class Engine:
         # Steps in flight, oldest first, each with its number and when it was planned (monotonic seconds).
         self._launched: deque[tuple[LaunchedStep, int, float]] = deque()
         self._completed_at = 0.0
+        self._lockstep_seconds = 0.0
+        scheduler.stats.waits = Waits(self._lockstep_seconds, experts.fetch_seconds)
         # If steps overlap, the next one is planned when it is due.
         self._pacing = Pacing() if scheduler.config.max_in_flight > 1 else None
         self._clients: set[bytes] = set()
@@ -338,6 +340,7 @@ class Engine:
             num_rows=self._runner.rows_of(step),
         )
         self.step += 1
+        self._lockstep_seconds += self._lockstep.wait_seconds[-1]
         self._exchange.steps.begin(self.step)
         self._experts.begin_step(self.step)
         before = self._launched[-1][0] if self._launched else None
@@ -366,6 +369,7 @@ class Engine:
             self._experts.record(number, chosen, num_rows=step.num_tokens, num_prompt=step.num_prefill_tokens)
         if not self._scheduler.config.routing_bytes:
             chosen = b""
+        self._scheduler.stats.waits = Waits(self._lockstep_seconds, self._experts.fetch_seconds)
         replies = self._scheduler.complete(step, results, now, launched.scores, chosen)
         for client, message in in_frames(replies):
             self._send(client, message)
