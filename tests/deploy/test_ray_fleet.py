@@ -337,6 +337,56 @@ def test_liveness_checks(played: PlayedFleet) -> None:
     assert FIRST_SIGN_SECONDS > SIGN_SECONDS
 
 
+# Ray 2.60 about an actor whose host was lost before its process began, and about a process that has ended.
+NEVER_RAN = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: RankActor\n\tip: 10.77.0.11\n"
+    "The actor died because its node has died. Node Id: e8df\n"
+    "The actor never ran - it was cancelled before it started running."
+)
+RAN = "The actor died unexpectedly before finishing this task.\n\tclass_name: RankActor\n\tpid: 94"
+
+
+@pytest.mark.parametrize(("said", "waits"), [(NEVER_RAN, True), (RAN, False)], ids=["never ran", "ran"])
+def test_rank_waits_for_a_lost_host_of_a_cluster(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, said: str, waits: bool
+) -> None:
+    """Others serve meanwhile. A process that cannot begin, for lack of a host, does not use up the rank's restarts."""
+    pending = {"until": 0.0}
+    monkeypatch.setattr(adapter, "check_reachable", lambda address: None)
+    monkeypatch.setattr(adapter, "is_pending", lambda actor: played.now < pending["until"])
+    played = PlayedFleet(monkeypatch, limit=3, address="head:6379").start()
+    make = played.make
+
+    def hanging(rank: int, *, beside: bool = False) -> Actor:
+        actor = make(rank, beside=beside)
+        actor.says = {"setup": Ref(done=False), "alive": Ref(done=False)}
+        return actor
+
+    played.parts._places.actor = hanging
+    played.lose(1)
+    played.until([0, 2])
+    for _ in range(4):
+        played.fleet.turn()
+        pending["until"] = played.now + SIGN_SECONDS + 2.0
+        played.now += SIGN_SECONDS + 1.0
+        played.fleet.turn()
+        played.actors[1][-1].says["setup"].end(RayActorError(error_msg=said))
+        for _ in range(3):
+            played.fleet.turn()
+    assert (played.fleet.failure is None) == waits
+    if waits:
+        assert len(played.actors[1]) == 6
+        assert caplog.text.count("rank 1 waits for a host") == 8
+        last = played.actors[1][-1]
+        last.says["setup"].end(last._answer("setup"))
+        for _ in range(5):
+            played.fleet.turn()
+        for rank in (0, 2):
+            back = {"rank": rank, "ranks": (), "reason": "rank 1 is back", "steps": 9}
+            played.actors[rank][0].waiting.end(back)
+        played.until([0, 1, 2])
+
+
 def test_ray_is_restarted(played: PlayedFleet) -> None:
     """The old ranks are killed by process number, because Ray may not answer."""
     played.fenced.clear()
