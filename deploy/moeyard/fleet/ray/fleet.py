@@ -84,11 +84,15 @@ class Stopped(Exception):
 
 @dataclass(slots=True, eq=False)
 class Actor:
-    """The actor of a process. `place`: node, pid and start time of the process, once known. `beside`: see `Make`."""
+    """The actor of a process. `place`: node, pid and start time of the process, once known. `beside`: see `Make`.
+
+    `begun`: whether Ray was seen to have started a process that has given no sign yet.
+    """
 
     handle: Any
     rank: int
     beside: bool = False
+    begun: bool = False
     place: Mapping[str, Any] | None = None
     asked_at: float | None = None
     answered: bool = True
@@ -335,11 +339,13 @@ class RayFleet:
                 actor.asked_at, actor.answered = now, False
                 self._refs[actor.handle.alive.remote()] = process, None
             elif now - actor.asked_at > self._patience:
-                if self._may_wait(actor) and is_pending(actor.handle):
-                    log.warning("rank %d waits for a host: the one of its last process is gone, or full", actor.rank)
-                    actor.asked_at = now
-                else:
+                if not self._may_wait(actor) or actor.begun:
                     silent.add(process)
+                    continue
+                # The time of a process counts from when Ray has started it.
+                actor.asked_at, actor.begun = now, not is_pending(actor.handle)
+                if not actor.begun:
+                    log.warning("rank %d waits for a host: the one of its last process is gone, or full", actor.rank)
         return [Silent(frozenset(silent), self._patience)] if silent else []
 
     def _late(self) -> list[Event]:
