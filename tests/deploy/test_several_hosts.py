@@ -1,4 +1,4 @@
-"""The chapter docs/deployment.md#several-hosts, word for word, on two hosts made of namespaces (drilling/hosts.py).
+"""The chapter docs/deployment.md#several-hosts, word for word, on hosts made of namespaces (drilling/hosts.py).
 
 The tests run in order on one cluster, and each of them leaves it whole.
 """
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "deploy" / "demo"
-FIRST, SECOND = "first", "second"
+FIRST, SECOND, LATER = "first", "second", "later"
 PLACES = {"each host": (FIRST, SECOND), "the first host": (FIRST,), "each other host": (SECOND,)}
 URL = "http://127.0.0.1:8000"
 STREAMS = 4
@@ -64,7 +64,7 @@ def test_chapter_names_what_a_reader_replaces() -> None:
 
 
 class Cluster:
-    """Two hosts that follow the chapter, and clients on the first one."""
+    """Two hosts that follow the chapter, a host that may join later, and clients on the first host."""
 
     def __init__(self, network: Network, folder: Path) -> None:
         self.network, self._folder = network, folder
@@ -88,11 +88,11 @@ class Cluster:
                 self._run(name, command)
         self.wait(lambda: self.page("/readyz") is not None)
 
-    def join(self) -> None:
-        """Run the commands of the second host."""
-        self._exports[SECOND] = []
+    def join(self, name: str) -> None:
+        """Run the commands of another host."""
+        self._exports[name] = []
         for command in (command for command, place in chapter() if SECOND in PLACES[place]):
-            self._run(SECOND, command)
+            self._run(name, command)
 
     def _run(self, name: str, command: str) -> None:
         for word, value in self._values.items():
@@ -142,14 +142,15 @@ class Cluster:
     def whole(self) -> bool:
         return self.states() == ["ready", "ready"] and self.page("/readyz") is not None
 
+    def places(self) -> list[str]:
+        """Return the host of each rank that serves."""
+        names = {address: name for name, address in self.network.addresses.items()}
+        endpoints = [worker["endpoint"] for worker in self.page("/v1/fleet")["workers"]]
+        return [names[endpoint.removeprefix("tcp://").partition(":")[0]] for endpoint in endpoints]
+
     def rank_of(self, name: str) -> int:
         """Return the rank on a host. Each host has one."""
-        (rank,) = (
-            worker["rank"]
-            for worker in self.page("/v1/fleet")["workers"]
-            if worker["endpoint"].startswith(f"tcp://{self.network.addresses[name]}:")
-        )
-        return rank
+        return self.places().index(name)
 
     def incidents(self, since: float) -> list[Mapping[str, Any]]:
         """Return incidents after a wall-clock time, the oldest first."""
@@ -171,7 +172,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exchange]:
 def cluster(tmp_path_factory: pytest.TempPathFactory, expected: dict[str, Exchange]) -> Iterator[Cluster]:
     if (lacking := missing()) is not None:
         pytest.skip(lacking)
-    with Network((FIRST, SECOND)) as network:
+    with Network((FIRST, SECOND, LATER)) as network:
         cluster = Cluster(network, tmp_path_factory.mktemp("two-hosts"))
         cluster.start()
         yield cluster
@@ -216,12 +217,13 @@ def test_answers_are_those_of_one_host(cluster: Cluster, expected: dict[str, Exc
     found = cluster.inside(lambda: asyncio.run(answers(URL)))
     assert found.keys() == expected.keys() == {ask.name for ask in ASKS}
     assert not any(compare(expected[name].answer, found[name].answer) for name in expected)
-    assert {cluster.rank_of(FIRST), cluster.rank_of(SECOND)} == {0, 1}
+    assert sorted(cluster.places()) == [FIRST, SECOND]
 
 
 def test_ranks_exchange_over_tcp_with_curve(cluster: Cluster) -> None:
     links, doors = {}, set()
-    for name, host in cluster.hosts.items():
+    for name in (FIRST, SECOND):
+        host = cluster.hosts[name]
         looking = host.start(f"python -c '{LOOK}'", out=subprocess.PIPE)
         pairs, ports = json.loads(looking.communicate(timeout=HANG_SECONDS)[0])
         links[name] = {(tuple(local), tuple(remote)) for local, remote in pairs}
@@ -273,8 +275,22 @@ def test_lost_host_fails_no_request(cluster: Cluster, expected: dict[str, Exchan
         cluster.wait(lambda: "waits for a host" in cluster.log(FIRST).read_text())
         assert cluster.states()[lost] == "away", "the other rank serves"
         cluster.hosts[SECOND] = Host(cluster.network, SECOND)
-        cluster.join()
+        cluster.join(SECOND)
         cluster.wait(cluster.whole)
 
     under_load(cluster, expected, kill)
     check(*cluster.incidents(since), rank=lost)
+
+
+def test_later_host_adds_a_worker(cluster: Cluster, expected: dict[str, Exchange]) -> None:
+    def scale(size: int) -> None:
+        scaling = cluster.hosts[FIRST].start(f"moeyard scale {size}", out=subprocess.PIPE)
+        said, _ = scaling.communicate(timeout=2 * HANG_SECONDS)
+        assert scaling.returncode == 0, said.decode()
+
+    cluster.join(LATER)
+    before = cluster.places()
+    under_load(cluster, expected, lambda: scale(3))
+    assert cluster.places() == [*before, LATER]
+    under_load(cluster, expected, lambda: scale(2))
+    assert cluster.places() == before
