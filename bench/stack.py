@@ -3,7 +3,7 @@
     sudo python bench/stack.py [--workers 2] [--only NAME ...] [--patience 120] [--json FILE]
 
 Head, workers and router run with the commands, environment and restart policy of docker-compose.yml, each in its own
-namespaces (drilling/containers.py). First the router asks for one rank more than there are workers. It must wait for
+namespaces (drilling/hosts.py). First the router asks for one rank more than there are workers. It must wait for
 that worker and not restart repeatedly. Then single processes are killed, and every container. After each fault the
 router must become ready again and give the same answer, without operator action.
 """
@@ -18,9 +18,12 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
-from drilling.containers import NETWORK, Container, enter_private_network, services
+import psutil
+from drilling.containers import ENTRYPOINT, MODEL, Container, services
+from drilling.hosts import Network, missing
 
 # (container, process to end, signal). The stack must heal after each.
 FAULTS = (
@@ -56,26 +59,30 @@ class Healing:
 class Stack:
     """The containers of one fleet."""
 
-    def __init__(self, folder: Path, workers: int) -> None:
-        self._folder = folder
+    def __init__(self, network: Network, folder: Path) -> None:
+        self._network, self._folder = network, folder
+        workers = len(network.addresses) - 2
         self._services = services({"RAY_AUTH_TOKEN": "drill" * 8, "MOEYARD_WORKERS": str(workers)})
-        names = ["ray-head", *(f"worker-{i + 1}" for i in range(workers)), "router"]
-        self._addresses = {name: f"{NETWORK}.{10 + i}" for i, name in enumerate(names)}
-        hosts = [f"{address} {name}" for name, address in self._addresses.items()]
-        (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts]) + "\n")
-        self.url = f"http://{self._addresses['router']}:8000"
+        self.url = f"http://{network.addresses['router']}:8000"
         self.containers: dict[str, Container] = {}
 
     def start(self, name: str) -> Container:
         """Start one more container."""
+        service = self._service(name)
+        assert service["restart"] == "unless-stopped"
+        command = [str(ENTRYPOINT), *(str(part).replace("/model", str(MODEL)) for part in service["command"])]
         self.containers[name] = Container(
-            name,
-            self._services[name.rpartition("-")[0] if name.startswith("worker") else name],
-            address=self._addresses[name],
-            hosts=self._folder / "hosts",
-            folder=self._folder,
+            self._network, name, command, environment=service["environment"], folder=self._folder
         )
         return self.containers[name]
+
+    def healthy(self, name: str) -> tuple[bool, str]:
+        """Run a container's health check. Return its result and output."""
+        check = self._service(name)["healthcheck"]["test"]
+        return self.containers[name].run([str(ENTRYPOINT), *check[2:]], seconds=15.0)
+
+    def _service(self, name: str) -> dict[str, Any]:
+        return self._services[name.rpartition("-")[0] if name.startswith("worker") else name]
 
     def ready(self) -> bool:
         """Return whether the router accepts requests."""
@@ -91,11 +98,6 @@ class Stack:
         except (httpx.HTTPError, ValueError) as error:
             return str(error)
 
-    def stop(self) -> None:
-        """Stop the router first, as Compose does."""
-        for name in reversed(self.containers):
-            self.containers[name].stop()
-
 
 def wait(what: str, condition: Callable[[], bool], seconds: float) -> float:
     """Wait for a condition and return the seconds. Raises TimeoutError."""
@@ -110,18 +112,25 @@ def wait(what: str, condition: Callable[[], bool], seconds: float) -> float:
 def bring_up(stack: Stack, workers: int, patience: float) -> int:
     """Start in Compose's order, with the last worker late. Return how often the router had started by then."""
     head = stack.start("ray-head")
-    print(f"ray-head healthy after {wait('ray-head', lambda: head.healthy()[0], patience):.1f} s", flush=True)
+    print(f"ray-head healthy after {wait('ray-head', lambda: stack.healthy(head.name)[0], patience):.1f} s", flush=True)
     for i in range(workers - 1):
         worker = stack.start(f"worker-{i + 1}")
-        wait(worker.name, lambda worker=worker: worker.healthy()[0], patience)  # type: ignore[misc]
+        wait(worker.name, lambda name=worker.name: stack.healthy(name)[0], patience)  # type: ignore[misc]
     router = stack.start("router")
     wait("the router waits", lambda: "waiting for the cluster" in router.log.read_text(), patience)
     time.sleep(10.0)  # longer than a loop of restarts would take
     starts = len(router.starts)
-    print(f"with one worker missing: router started {starts} times, {router.healthy()[1][:100]}", flush=True)
+    print(f"with one worker missing: router started {starts} times, {stack.healthy('router')[1][:100]}", flush=True)
     stack.start(f"worker-{workers}")
     print(f"ready {wait('ready', stack.ready, patience):.1f} s after the last worker came", flush=True)
     return starts
+
+
+def find(container: Container, what: str) -> psutil.Process | None:
+    """Return the innermost process with `what` in its command line. "container" is the first process."""
+    if what == "container":
+        return next(iter(container.processes()), None)
+    return next(reversed(container.find(what)), None)
 
 
 def inflict(stack: Stack, name: str, what: str, how: str, *, expected: object, patience: float) -> Healing:
@@ -130,7 +139,7 @@ def inflict(stack: Stack, name: str, what: str, how: str, *, expected: object, p
     starts = {n: len(c.starts) for n, c in stack.containers.items()}
     # Others may serve again before the victim of the previous fault is back.
     until = time.monotonic() + patience
-    while (victim := stack.containers[name].find(what)) is None:
+    while (victim := find(stack.containers[name], what)) is None:
         if time.monotonic() > until:
             healing.seen.append("no such process")
             return healing
@@ -148,7 +157,7 @@ def inflict(stack: Stack, name: str, what: str, how: str, *, expected: object, p
             healing.seconds = 0.0  # the router never missed it
             break
         for each in {name, "router"} - {seen.split(":")[0] for seen in healing.seen}:
-            well, words = stack.containers[each].healthy()
+            well, words = stack.healthy(each)
             if not well:
                 healing.seen.append(f"{each}: {words[:90]}")
         time.sleep(0.1)
@@ -166,12 +175,16 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the containers' logs there")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
-    enter_private_network()
+    if (lacking := missing()) is not None:
+        print(f"stack: {lacking}", file=sys.stderr)
+        return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    with tempfile.TemporaryDirectory(prefix="moeyard-stack-") as name:
+    names = ["ray-head", *(f"worker-{i + 1}" for i in range(args.workers)), "router"]
+    with Network(names) as network, tempfile.TemporaryDirectory(prefix="moeyard-stack-") as name:
+        network.enter()
         folder = args.logs or Path(name)
         folder.mkdir(exist_ok=True)
-        stack, found = Stack(folder, args.workers), list[Healing]()
+        stack, found = Stack(network, folder), list[Healing]()
         try:
             starts = bring_up(stack, args.workers, args.patience)
             expected = stack.answer()
@@ -187,8 +200,6 @@ def main() -> int:
         except (TimeoutError, subprocess.SubprocessError) as error:
             print(f"stack: {error}", file=sys.stderr)
             return 1
-        finally:
-            stack.stop()
         if args.json is not None:
             args.json.write_text(json.dumps({"starts": starts, "faults": [asdict(h) for h in found]}, indent=1))
     return 0 if starts == 1 and all(h.healed for h in found) else 1

@@ -60,12 +60,17 @@ def check(manifest: dict[str, Any]) -> None:
         kubernetes_validate.validate(manifest, "1.37", strict=True)
 
 
-@pytest.fixture(scope="module", params=OVERLAYS)
-def manifests(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    command = [Path(sys.executable).parent / "kubectl", "kustomize", ROOT / "deploy/kubernetes" / request.param]
+def render(overlay: str) -> list[dict[str, Any]]:
+    """Return the objects of an overlay."""
+    command = [Path(sys.executable).parent / "kubectl", "kustomize", ROOT / "deploy/kubernetes" / overlay]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
+
+
+@pytest.fixture(scope="module", params=OVERLAYS)
+def manifests(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return render(request.param)
 
 
 def pods(manifests: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -337,6 +337,85 @@ def test_liveness_checks(played: PlayedFleet) -> None:
     assert FIRST_SIGN_SECONDS > SIGN_SECONDS
 
 
+# Ray 2.60 about an actor whose host was lost before its process began, and about a process that has ended.
+NEVER_RAN = (
+    "The actor died unexpectedly before finishing this task.\n\tclass_name: RankActor\n\tip: 10.77.0.11\n"
+    "The actor died because its node has died. Node Id: e8df\n"
+    "The actor never ran - it was cancelled before it started running."
+)
+RAN = "The actor died unexpectedly before finishing this task.\n\tclass_name: RankActor\n\tpid: 94"
+
+
+class WaitingFleet:
+    """A fleet in a cluster. Rank 1 is lost, and its next processes stay silent. `pending`: Ray cannot start them."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.pending = True
+        patch.setattr(adapter, "check_reachable", lambda address: None)
+        patch.setattr(adapter, "is_pending", lambda actor: self.pending)
+        self.played = PlayedFleet(patch, limit=3, address="head:6379").start()
+        self.make, self.played.parts._places.actor = self.played.make, self.silent
+        self.played.lose(1)
+        self.played.until([0, 2])
+        self.played.fleet.turn()
+
+    def silent(self, rank: int, *, beside: bool = False) -> Actor:
+        actor = self.make(rank, beside=beside)
+        actor.says = {"setup": Ref(done=False), "alive": Ref(done=False)}
+        return actor
+
+    def wait(self) -> None:
+        self.played.now += SIGN_SECONDS + 1.0
+        for _ in range(3):
+            self.played.fleet.turn()
+
+    def end(self, said: str) -> None:
+        """End the latest process."""
+        self.played.actors[1][-1].says["setup"].end(RayActorError(error_msg=said))
+        for _ in range(3):
+            self.played.fleet.turn()
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> WaitingFleet:
+    return WaitingFleet(monkeypatch)
+
+
+def test_rank_waits_for_a_lost_host_of_a_cluster(waiting: WaitingFleet, caplog: pytest.LogCaptureFixture) -> None:
+    """Others serve meanwhile, and the wait does not use up the rank's restarts."""
+    played = waiting.played
+    for _ in range(4):
+        waiting.wait()
+        waiting.end(NEVER_RAN)
+    assert caplog.text.count("rank 1 waits for a host") == 8
+    assert len(played.actors[1]) == 6
+    last = played.actors[1][-1]
+    last.says["setup"].end(last._answer("setup"))
+    for _ in range(5):
+        played.fleet.turn()
+    for rank in (0, 2):
+        back = {"rank": rank, "ranks": (), "reason": "rank 1 is back", "steps": 9}
+        played.actors[rank][0].waiting.end(back)
+    played.until([0, 1, 2])
+
+
+def test_process_that_has_begun_is_lost_after_its_silence(waiting: WaitingFleet) -> None:
+    """It gets all of the time, even if Ray started it late."""
+    waiting.wait()
+    waiting.pending = False
+    waiting.wait()
+    assert len(waiting.played.actors[1]) == 2
+    waiting.wait()
+    assert len(waiting.played.actors[1]) == 3
+
+
+def test_process_that_ran_uses_up_a_restart(waiting: WaitingFleet) -> None:
+    for _ in range(3):
+        waiting.end(RAN)
+    assert waiting.played.fleet.failure is not None
+    assert waiting.played.fleet.failure.startswith("rank 1 was lost 3 times")
+
+
 def test_ray_is_restarted(played: PlayedFleet) -> None:
     """The old ranks are killed by process number, because Ray may not answer."""
     played.fenced.clear()

@@ -55,7 +55,7 @@ from moeyard.fleet.messages import (
     Tick,
     named,
 )
-from moeyard.fleet.ray.places import PLACEMENT_SECONDS, Places, Standby
+from moeyard.fleet.ray.places import PLACEMENT_SECONDS, Places, Standby, is_pending, never_ran
 from moeyard.fleet.ray.processes import RAYLET, Guard, LocalRay, Vitals, fence_process, is_tracker, kill_process
 from moeyard.fleet.ray.start import check_reachable, connect, first_line
 from moeyard.fleet.routers import RouterProcesses
@@ -84,10 +84,15 @@ class Stopped(Exception):
 
 @dataclass(slots=True, eq=False)
 class Actor:
-    """The actor of a process. `place`: node, pid and start time of the process, once known."""
+    """The actor of a process. `place`: node, pid and start time of the process, once known. `beside`: see `Make`.
+
+    `begun`: whether Ray was seen to have started a process that has given no sign yet.
+    """
 
     handle: Any
     rank: int
+    beside: bool = False
+    begun: bool = False
     place: Mapping[str, Any] | None = None
     asked_at: float | None = None
     answered: bool = True
@@ -301,10 +306,29 @@ class RayFleet:
         except RayError as error:
             # A failed heartbeat counts as an answer: other calls report the end of the process.
             actor.answered = True
+            if call is not None and self._may_wait(actor) and never_ran(error):
+                return self._make_again(process, call)
             return [] if call is None else [failed(call, error)]
         if call is None or (call.method == "setup" and "pid" in value):
             actor.place, actor.answered = value, True
         return [] if call is None else [Returned(call.number, value)]
+
+    def _may_wait(self, actor: Actor) -> bool:
+        """Return whether a process of a serving fleet has not begun, so that it may wait for a host of the cluster."""
+        known = self._address is not None and self._ranks is not None and actor.rank < self._machine.ranks.size
+        return known and actor.place is None and not actor.beside
+
+    def _make_again(self, process: int, call: Call) -> list[Event]:
+        """Replace an actor whose host was lost before it ran. Ray starts the new one once a host has room."""
+        rank = self._actors[process].rank
+        log.warning("rank %d waits for a host: Ray has lost the one on which its process was to start", rank)
+        self._refs = {ref: each for ref, each in self._refs.items() if each[0] != process}
+        try:
+            self._actors[process] = Actor(self._places.actor(rank), rank)
+            self._call(call)
+        except RayError as error:
+            return [failed(call, error)]
+        return []
 
     def _ask_for_signs(self) -> list[Event]:
         """Send heartbeat requests to processes with open calls, each a second after its last answer."""
@@ -315,7 +339,13 @@ class RayFleet:
                 actor.asked_at, actor.answered = now, False
                 self._refs[actor.handle.alive.remote()] = process, None
             elif now - actor.asked_at > self._patience:
-                silent.add(process)
+                if not self._may_wait(actor) or actor.begun:
+                    silent.add(process)
+                    continue
+                # The time of a process counts from when Ray has started it.
+                actor.asked_at, actor.begun = now, not is_pending(actor.handle)
+                if not actor.begun:
+                    log.warning("rank %d waits for a host: the one of its last process is gone, or full", actor.rank)
         return [Silent(frozenset(silent), self._patience)] if silent else []
 
     def _late(self) -> list[Event]:
@@ -378,7 +408,7 @@ class RayFleet:
             match instruction:
                 case Make(process, rank, beside):
                     found = None if beside else self._standby.take()
-                    self._actors[process] = Actor(found or self._places.actor(rank, beside=beside), rank)
+                    self._actors[process] = Actor(found or self._places.actor(rank, beside=beside), rank, beside)
                 case Call():
                     return self._call(instruction)
                 case Fence(process):

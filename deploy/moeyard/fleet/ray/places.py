@@ -5,7 +5,8 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray._private import state
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -115,6 +116,16 @@ def too_small(resources: dict[str, float], workers: int, *, gpus: int) -> str | 
     if (found := resources.get("GPU", 0)) < gpus * workers:
         return f"{workers} workers need one GPU each, Ray found {found:g}; see --device"
     return None
+
+
+def is_pending(actor: Any) -> bool:
+    """Return whether Ray has not started an actor's process yet: no host has room, or its host does not answer."""
+    return state.actors(actor._actor_id.hex()).get("State") in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
+
+
+def never_ran(error: RayError) -> bool:
+    """Return whether an actor ended because its host was lost before its process ran. Ray says so in words only."""
+    return isinstance(error, RayActorError) and all(text in str(error) for text in ("node has died", "never ran"))
 
 
 class Standby:
