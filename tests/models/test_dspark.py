@@ -243,9 +243,10 @@ def check_drafts(directory: Path) -> SchedulerStats:
             return launched
 
         rank.worker.runner.launch = spy  # type: ignore[method-assign]
-        _, stats = rank.run(requests)
+        # Some steps draft less or nothing.
+        _, stats = rank.run(requests, lambda number, wanted: min(wanted, number % 4 * 2))
     assert stats.prefix_hit_tokens == 128
-    assert {len(drafts) for _, drafts in made} >= {0, 1, 5}
+    assert {len(drafts) for _, drafts in made} >= {0, 1, 2, 4, 5}
     with torch.inference_mode():
         for known, drafts in made:
             whole(torch.tensor([known[:-1]]))

@@ -121,10 +121,15 @@ class BlockSpeculation:
         num_passes: int,
         most_rows: int,
     ) -> list[Accepted]:
-        """Return `results` with up to `num_passes` drafts each. Arguments and errors are those of `Speculation`."""
+        """Return `results` with up to `num_passes` drafts each. Arguments and errors are those of `Speculation`.
+
+        Call it without passes too: later drafts need the keys of all positions.
+        """
         tails, size = _tails(step, requests, rows, results), self._block.size
         if plan.num_tokens:
             self.drafter.store(hidden, plan)
+        if not num_passes:
+            return list(results)
         going = [t for t in tails if t.wants(1, self._backend.page_size) and t.end + size <= self._max_position]
         # A sequence with a block has one row of the step or more.
         self._exchange.steps.set_rows(PeerRows(most_rows * size))

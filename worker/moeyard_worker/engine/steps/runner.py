@@ -253,7 +253,7 @@ class Runner:
         ids = torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64)
         found = chosen_logits(logits, ids.to(logits.device))
         results = accepted(fed, chosen, errors_of(rows))
-        if num_drafts:
+        if num_drafts or isinstance(self.speculation, BlockSpeculation):
             assert self.speculation is not None, "drafts need a layer that makes them"
             results = self.speculation.draft(
                 fed, plan, hidden, requests, rows, results, num_passes=num_drafts, most_rows=most_rows
