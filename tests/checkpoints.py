@@ -283,17 +283,18 @@ def publish_v4(directory: Path) -> Path:
     return directory
 
 
-def add_v4_drafts(directory: Path | str) -> None:
-    """Give a published DeepSeek-V4 checkpoint a multi-token prediction layer with good drafts.
+def add_v4_drafts(directory: Path | str, *, dspark: bool = False, scale: float = 0.1) -> None:
+    """Give a published DeepSeek-V4 checkpoint a drafter with good drafts: a multi-token prediction layer, or `dspark`.
 
-    All layers add little to the embedding, so that the next token mostly depends on the last one. The new layer
-    resembles the first layer with a window only, and mostly sees that embedding.
+    All layers add little to the embedding, so that the next token mostly depends on the last one. `scale` is applied to
+    what they add. New layers resemble the first layer with a window only. The layer of multi-token prediction mostly
+    sees the embedding. The bias of DSpark mostly is the logits of that embedding.
     """
     path = Path(directory) / "model.safetensors"
     tensors = load_file(path)
     for name in tensors:
         if name.endswith(("wo_b.weight", "w2.weight")):
-            tensors[name] *= 0.1
+            tensors[name] *= scale
     generator = torch.Generator().manual_seed(7)
     config = json.loads((Path(directory) / "config.json").read_text())
     like = f"layers.{config['compress_ratios'].index(0)}."
@@ -306,13 +307,32 @@ def add_v4_drafts(directory: Path | str) -> None:
 
     new = {name.removeprefix(like): x for name, x in tensors.items() if name.startswith(like) and "tid2eid" not in name}
     new["ffn.gate.bias"] = tensors[f"{other}ffn.gate.bias"]
-    tensors |= {f"mtp.0.{name}": noisy(x, 0.01) for name, x in new.items()}
+    read = [1, 3] if dspark else [0]
+    last = f"mtp.{len(read) - 1}."
+    for i in range(len(read)):
+        # Noise must not add what `scale` takes away.
+        added = {name: min(scale, 0.01) if name.endswith(("wo_b.weight", "w2.weight")) else 0.01 for name in new}
+        tensors |= {f"mtp.{i}.{name}": noisy(x, added[name]) for name, x in new.items()}
+    for name in ("norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale"):
+        tensors[last + name] = noisy(tensors[name], 0.01)
+    if dspark:
+        embedding, vocab = tensors["embed.weight"].float(), config["vocab_size"]
+        normed = embedding * (embedding.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        tensors |= {
+            "mtp.0.main_proj.weight": noisy(torch.zeros(width, len(read) * width), width**-0.5),
+            "mtp.0.main_norm.weight": noisy(torch.ones(width), 0.1),
+            f"{last}markov_head.markov_w1.weight": noisy(normed * tensors["norm.weight"], 0.01),
+            f"{last}markov_head.markov_w2.weight": noisy(10 * tensors["head.weight"], 0.01),
+            f"{last}confidence_head.proj.weight": noisy(torch.zeros(1, 2 * width), 1.0),
+        }
+        settings = {"block_size": 5, "markov_rank": width, "noise_token_id": vocab - 1, "target_layer_ids": read}
+        edit_config(directory, **{f"dspark_{key}": value for key, value in settings.items()})
+        save_file({name: x.contiguous() for name, x in tensors.items()}, path, metadata={"format": "pt"})
+        return
     tensors["mtp.0.e_proj.weight"] = noisy(torch.eye(width), 0.01)
     tensors["mtp.0.h_proj.weight"] = noisy(torch.zeros(width, width), 0.3 * width**-0.5)
     for name in ("enorm.weight", "hnorm.weight"):
         tensors[f"mtp.0.{name}"] = noisy(torch.ones(width), 0.1)
-    for name in ("norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale"):
-        tensors[f"mtp.0.{name}"] = noisy(tensors[name], 0.01)
     save_file({name: x.contiguous() for name, x in tensors.items()}, path, metadata={"format": "pt"})
 
 

@@ -95,6 +95,17 @@ class CompressedAttend(Protocol):
         [num_rows, G R], the first output projection of all groups. Prompt positions and others have a formula each."""
 
 
+class BlockAttend(Protocol):
+    """Attention of one layer of DSpark, whose keys come from the model's states: `CompressedLayer` with a window."""
+
+    def store(self, kv: torch.Tensor, plan: Opaque) -> None:
+        """Rotate and store keys kv [num_rows, D], normalised, of all rows of a step."""
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, plan: Opaque) -> torch.Tensor:
+        """q [num_rows, Hq D], kv [num_rows, D] normalised -> [num_rows, G R]. All chunks of the plan have equally many
+        rows. Each row sees all rows of its chunk, and the stored keys of the `window` positions before the chunk."""
+
+
 class HyperSite(Protocol):
     """Hyper-connections in front of one block, or of the head: `HyperLayer`."""
 
@@ -257,6 +268,7 @@ class Backend(Protocol):
     def gdn(self, layer: GdnLayer) -> DeltaMix: ...
     def kda(self, layer: KdaLayer) -> DeltaMix: ...
     def compressed(self, layer: CompressedLayer) -> CompressedAttend: ...
+    def block_attend(self, layer: CompressedLayer) -> BlockAttend: ...
     def hyper_site(self, layer: HyperLayer) -> HyperSite: ...
 
     def hyper_leave(

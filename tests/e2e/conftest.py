@@ -24,8 +24,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     Fp32 with a tokenizer: mla (DeepSeek-V3, grouped gate) and gqa (Qwen3-MoE). The model of mla_bf16 is DeepSeek-V3.
     The model of gqa_bf16 is Mixtral with a window shorter than most prompts. The model of hybrid and hybrid_bf16 is
     Qwen3-Next, and two of its three layers have state. In hybrid_mla (Kimi-Linear) the third has latent attention.
-    The models of compressed, compressed_bf16 and compressed_drafts are DeepSeek-V4. The bundled model is demo. Its MTP
-    layer is usually right, as are those of hybrid_drafts (Qwen3.5) and compressed_drafts.
+    The models of compressed, compressed_bf16, compressed_drafts and compressed_dspark are DeepSeek-V4. The bundled
+    model is demo. Its MTP layer is usually right, as are those of hybrid_drafts (Qwen3.5) and compressed_drafts, and
+    the drafter DSpark of compressed_dspark.
     """
     root = tmp_path_factory.mktemp("checkpoints")
     bf16 = torch.bfloat16
@@ -33,6 +34,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     add_drafts(drafts)
     compressed = publish_v4(make_checkpoint(root / "compressed_drafts", "deepseek_v4"))
     add_v4_drafts(compressed)
+    dspark = publish_v4(make_checkpoint(root / "compressed_dspark", "deepseek_v4"))
+    add_v4_drafts(dspark, dspark=True)
     return {
         "demo": DEMO,
         "mla": make_checkpoint(root / "mla", "deepseek_v3", tokenizer=True),
@@ -43,6 +46,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "hybrid_bf16": make_checkpoint(root / "hybrid_bf16", "qwen3_next", dtype=bf16),
         "hybrid_drafts": drafts,
         "compressed_drafts": compressed,
+        "compressed_dspark": dspark,
         "compressed": make_checkpoint(root / "compressed", "deepseek_v4", tokenizer=True),
         "compressed_bf16": make_checkpoint(root / "compressed_bf16", "deepseek_v4", dtype=bf16),
         "gqa_bf16": make_checkpoint(root / "gqa_bf16", "mixtral", dtype=bf16, sliding_window=24),

@@ -118,8 +118,8 @@ def config(case: Case, model: Path) -> EngineConfig:
         max_num_seqs=16,
         async_scheduling=case.deep == 2,
         enable_return_routed_experts=True,
-        speculate="mtp" if case.drafts else None,
-        # 3 stands for adaptive: up to three drafts, chosen by each rank.
+        speculate=None if not case.drafts else "mtp" if read.block_drafts is None else "dspark",
+        # 3 stands for adaptive: up to three drafts (DSpark: five), chosen by each rank.
         draft_tokens=None if case.drafts == 3 else case.drafts or 1,
     )
 
@@ -356,6 +356,11 @@ HYBRID_CASES = {
         Case(1, "shm", "half", "slru", 128, "scarce", drafts=2),
         Case(2, "tcp", "min", "slru", 128, "scarce", drafts=3, deep=2),
         Case(4, "shm", "all", "slru", 2048, "ample", drafts=1, scattered=True),
+    ],
+    "compressed_dspark": [
+        Case(1, "shm", "half", "slru", 128, "scarce", drafts=5),
+        Case(2, "tcp", "min", "slru", 128, "scarce", drafts=3, deep=2),
+        Case(2, "shm", "all", "lru", 2048, "ample", drafts=5, scattered=True),
     ],
 }
 

@@ -55,8 +55,10 @@ def test_engine_sizes_are_positive(name: str, value: int) -> None:
         ({"num_layers": 2}, "num_layers 2 cuts a shape, and none is given"),
         ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
         ({"speculate": "eagle"}, "speculate 'eagle' is not one of mtp"),
-        ({"draft_tokens": 0}, r"draft_tokens must be in \[1, 3\], got 0"),
-        ({"draft_tokens": 4}, r"draft_tokens must be in \[1, 3\], got 4"),
+        ({"draft_tokens": 0}, r"draft_tokens must be in \[1, 5\], got 0"),
+        ({"draft_tokens": 6}, r"draft_tokens must be in \[1, 5\], got 6"),
+        ({"speculate": "mtp", "draft_tokens": 4}, r"draft_tokens must be in \[1, 3\] with speculate mtp, got 4"),
+        ({"speculate": "dspark", "draft_tokens": 6}, r"draft_tokens must be in \[1, 5\] with speculate dspark, got 6"),
         ({"speculate": "mtp", "max_batch_tokens": 128}, "64 with draft_tokens auto needs 256 rows of a step.* 128"),
         (
             {"speculate": "mtp", "draft_tokens": 1, "max_num_seqs": 9, "max_batch_tokens": 17},
@@ -80,7 +82,7 @@ def test_scheduler_needs_a_row_per_sequence() -> None:
     [
         ({"max_in_flight": 0}, r"max_in_flight must be in \[1, 2\], got 0"),
         ({"max_in_flight": 3}, r"max_in_flight must be in \[1, 2\], got 3"),
-        ({"num_drafts": 4}, r"num_drafts must be in \[0, 3\], got 4"),
+        ({"num_drafts": 6}, r"num_drafts must be in \[0, 5\], got 6"),
         ({"num_state_slots": -1}, "num_state_slots must be at least 0, got -1"),
         ({"chunk_alignment": 0}, "chunk_alignment must be at least 1, got 0"),
         ({"chunk_alignment": 64, "prefill_chunk": 63}, "prefill_chunk 63 is less than chunk_alignment 64"),

@@ -1,4 +1,4 @@
-"""Speculation in models with state changes no answer: Qwen3-Next and Qwen3.5 with an MTP layer.
+"""Speculation in models with state changes no answer: an MTP layer in three families, and DSpark.
 
 These are the checks of `test_speculation.py`: tokens, log-probability bits, ends.
 """
@@ -49,9 +49,9 @@ def requests() -> dict[str, tuple[list[int], SamplingParams]]:
 
 def write(directory: Path, family: str) -> Path:
     """Write a checkpoint with an MTP layer, which Kimi-Linear lacks, and head sizes that GPU kernels need."""
-    if family == "deepseek_v4":
-        publish_v4(make_checkpoint(directory, family, seed=2))
-        add_v4_drafts(directory)
+    if family in ("deepseek_v4", "dspark"):
+        publish_v4(make_checkpoint(directory, "deepseek_v4", seed=2))
+        add_v4_drafts(directory, dspark=family == "dspark")
         return directory
     make_checkpoint(directory, family, seed=2, **(MLA if family == "kimi_linear" else {"head_dim": 32}))
     if family != "kimi_linear":
@@ -59,7 +59,7 @@ def write(directory: Path, family: str) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=(*FAMILIES, "deepseek_v4"))
+@pytest.fixture(scope="module", params=(*FAMILIES, "deepseek_v4", "dspark"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("hybrid"), request.param)
 
@@ -76,7 +76,9 @@ LIMITS: dict[str, Any] = {"max_num_seqs": 5, "prefill_chunk": 128, "max_batch_to
 
 @pytest.fixture(scope="module")
 def drafting(model: Path) -> Iterator[Rank]:
-    with Rank(model, speculate="mtp", draft_tokens=3, **LIMITS) as rank:
+    dspark = "dspark_block_size" in json.loads((model / "config.json").read_text())
+    drafts = {"speculate": "dspark", "draft_tokens": 5} if dspark else {"speculate": "mtp", "draft_tokens": 3}
+    with Rank(model, **drafts, **LIMITS) as rank:
         yield rank
 
 

@@ -4,7 +4,6 @@ test_linear_attention.py tests that it has one answer for every cut and neighbou
 """
 
 import copy
-import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -77,6 +76,9 @@ def test_published_names_and_settings(tmp_path: Path, seed: int) -> None:
     assert torch.equal(found[1], expected[1])
 
 
+FP8 = (".wq_a", ".wq_b", ".wkv", ".wo_a", ".wo_b", ".w1", ".w2", ".w3", ".main_proj")
+
+
 def publish_codes(directory: Path) -> dict[str, torch.Tensor]:
     """Store a published bfloat16 checkpoint as releases are: fp8 in blocks, e2m1 experts, scales of powers of two.
 
@@ -96,7 +98,7 @@ def publish_codes(directory: Path) -> dict[str, torch.Tensor]:
             stored[f"{at}.scale"] = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
             signed = torch.where(codes >= 8, -e2m1[codes % 8], e2m1[codes % 8])
             plain[key] = (signed * torch.exp2(exponents - 127.0).repeat_interleave(32, 1)).bfloat16()
-        elif at.endswith((".wq_a", ".wq_b", ".wkv", ".wo_a", ".wo_b", ".w1", ".w2", ".w3")) and "compressor" not in at:
+        elif at.endswith(FP8) and "compressor" not in at:
             tensors, plain[key] = fp8_blocks(16, exponents=True)(value, generator)
             stored |= {key: tensors[".weight"], f"{at}.scale": tensors[".weight_scale_inv"]}
         else:
@@ -229,16 +231,6 @@ def alone_layer(model: Path, whole: Any, part: dict[str, torch.Tensor], streams:
     return mixed[0]
 
 
-def test_releases_with_another_drafter(with_drafts: Path, tmp_path: Path) -> None:
-    """DSpark has three layers. They are skipped, and asking for drafts is refused."""
-    directory = shutil.copytree(with_drafts, tmp_path / "dspark")
-    edit_tensors(directory, add={f"mtp.{i}.main_proj.weight": torch.zeros(2, 2) for i in range(3)})
-    edit_config(directory, dspark_block_size=5)
-    assert "mtp.2.main_proj.weight" in open_checkpoint(directory, load_model_config(directory)).skipped
-    with pytest.raises(ValueError, match="this model has no layer for multi-token prediction"):
-        served_model(EngineConfig(model_path=str(directory), speculate="mtp"))
-
-
 def test_drafts_need_rows_of_their_own(with_drafts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without spare rows in the slots, refused drafts overwrite keys that are still needed."""
     common: dict[str, Any] = {"max_num_seqs": 2, "max_batch_tokens": 160, "prefill_chunk": 128}
@@ -255,11 +247,12 @@ def test_drafts_need_rows_of_their_own(with_drafts: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_drafts_behind_long_prompts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("speculate", "draft_tokens"), [("mtp", 3), ("dspark", 5)])
+def test_drafts_behind_long_prompts(speculate: str, draft_tokens: int, tmp_path: Path) -> None:
     """Prompts of 1 to 30,000 tokens, in which an indexer chooses 64 of up to 7,500 entries."""
     directory = make_checkpoint(tmp_path, "deepseek_v4", seed=2, max_position_embeddings=32768, index_topk=64)
     publish_v4(directory)
-    add_v4_drafts(directory)
+    add_v4_drafts(directory, dspark=speculate == "dspark")
     edit_config(directory, rope_scaling={"type": "yarn", "factor": 8, "original_max_position_embeddings": 4096})
     generator = torch.Generator().manual_seed(6)
     asked = {}
@@ -271,7 +264,7 @@ def test_drafts_behind_long_prompts(tmp_path: Path) -> None:
     common: dict[str, Any] = {"max_num_seqs": 8, "kv_memory": 256 << 20, "snapshot_memory": 32 << 20}
     with Rank(directory, **common) as rank:
         expected = rank.run(asked)[0]
-    with Rank(directory, speculate="mtp", draft_tokens=3, **common) as rank:
+    with Rank(directory, speculate=speculate, draft_tokens=draft_tokens, **common) as rank:
         found, stats = rank.run(asked)
     assert found == expected
     assert stats.accepted[2] > 0

@@ -87,7 +87,7 @@ def begin(runner: Runner) -> None:
 
 def slots_of(runner: Runner) -> list[torch.Tensor]:
     """Return the state and windows of all layers."""
-    rules = [layer._attention._mix for layer in runner.model._layers if hasattr(layer._attention, "_mix")]
+    rules = [layer.attention._mix for layer in runner.model._layers if hasattr(layer.attention, "_mix")]
     layers = [getattr(mix, "_rule", mix)._layer for mix in rules]
     return [x for layer in layers for x in (layer.state, layer.window)]
 

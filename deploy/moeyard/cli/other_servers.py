@@ -31,7 +31,7 @@ _ADVICE = (
     ("--no-prefix-caching", "no-enable-prefix-caching disable-radix-cache"),
     ("--enforce-eager", "disable-cuda-graph disable-cudagraph"),
     ("--no-async-scheduling", "disable-overlap-schedule"),
-    ("--speculate mtp", "speculative-config speculative-algorithm speculative-algo speculative-model"),
+    ("--speculate mtp or dspark", "speculative-config speculative-algorithm speculative-algo speculative-model"),
     ("--draft-tokens K", "speculative-num-draft-tokens speculative-num-steps num-speculative-tokens"),
     ("--generation-config WHICH", "override-generation-config sampling-defaults"),
     (

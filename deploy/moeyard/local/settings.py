@@ -18,7 +18,7 @@ from moeyard_router.text.chat import Codec
 from moeyard_worker.config.engine_config import (
     DEFAULT_SEQS,
     DEVICE_DEFAULTS,
-    MAX_DRAFTS,
+    SPECULATIONS,
     EngineConfig,
     rows_beside,
     window_rows,
@@ -55,7 +55,7 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
     if "max_num_seqs" not in given:
         # Lower only a default silently, to the number of sequences (with drafts) that fit a step.
         rows = given.get("max_batch_tokens", DEFAULTS["max_batch_tokens"])
-        each = 1 if given["speculate"] is None else 1 + (given["draft_tokens"] or MAX_DRAFTS)
+        each = 1 + (given["draft_tokens"] or SPECULATIONS[given["speculate"]]) if given["speculate"] else 1
         given["max_num_seqs"] = max(min(DEFAULT_SEQS, rows // each), 1)
     if given["load_format"] == "dummy" and args.model is None:
         return EngineConfig(model_path=None, **given)

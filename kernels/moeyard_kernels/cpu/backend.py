@@ -9,7 +9,7 @@ import torch
 
 from moeyard_kernels import ops
 from moeyard_kernels.cpu.attention import CpuGqa, CpuMla
-from moeyard_kernels.cpu.compressed_attention import CpuCompressed
+from moeyard_kernels.cpu.compressed_attention import CpuBlockAttend, CpuCompressed
 from moeyard_kernels.cpu.experts import CpuExpertSlots
 from moeyard_kernels.cpu.footprint import STREAM_SLOTS
 from moeyard_kernels.cpu.hyper_connections import CpuHyperSite
@@ -91,6 +91,9 @@ class CpuBackend:
         if self.page_size % GRANULE:
             raise ValueError(f"page_size {self.page_size}: compressed attention needs a multiple of {GRANULE}")
         return CpuCompressed(layer)
+
+    def block_attend(self, layer: CompressedLayer) -> CpuBlockAttend:
+        return CpuBlockAttend(layer)
 
     def sigmoid_mul(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return (x * rows_apart(gate).sigmoid()).to(x.dtype)

@@ -27,7 +27,9 @@ from moeyard_kernels.types.plan_parts import entries_of
 _PIECE = 512 * 1024
 
 
-class CpuCompressed:
+class _Heads:
+    """What happens to the rows of a layer in front of the sums over keys and behind them."""
+
     def __init__(self, layer: CompressedLayer) -> None:
         # The packed matrices below replace o_a.
         self._layer = replace(layer, o_a=layer.o_a.new_empty(0))
@@ -36,8 +38,66 @@ class CpuCompressed:
         rotated = order[:, -layer.rope_dim :]
         order = torch.cat((order[:, : -layer.rope_dim], rotated[:, 0::2], rotated[:, 1::2]), 1).flatten()
         self._o_a = [pack_weight(each.index_select(1, order)) for each in layer.o_a]
-        self._sink = layer.sink.float()
         self._ones = torch.ones(layer.head_dim, dtype=layer.recent.dtype)
+
+    def queries(self, q: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        """Return q [num_rows, Hq D or more] normalised and rotated, [num_rows, Hq, D]."""
+        heads, dim = self._layer.num_heads, self._layer.head_dim
+        queries = rms_norm.reference(q[:, : heads * dim].unflatten(1, (heads, dim)), self._ones, self._layer.eps)
+        return self.rotated(queries, plan)
+
+    def rotated(self, x: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        """Return x [num_rows, heads, D], rotated at the rows' positions."""
+        return _rotate_last(x, *plan.rotation(self._layer.rope), interleaved=True)
+
+    def out(self, x: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        """Undo the rotation of values x [num_rows, Hq, D], and return their projection [num_rows, G R]."""
+        cos, sin = plan.rotation(self._layer.rope)
+        # Pairs are (i, i + Dr / 2) by now.
+        groups = _rotate_last(x, cos, -sin, interleaved=False).view(plan.num_rows, len(self._o_a), -1).unbind(1)
+        return torch.cat([linear(x.contiguous(), each) for x, each in zip(groups, self._o_a, strict=True)], 1)
+
+
+class CpuBlockAttend:
+    """`BlockAttend`. Drafts cannot change an answer, so the order of its sums is free."""
+
+    def __init__(self, layer: CompressedLayer) -> None:
+        self._heads, self._layer = _Heads(layer), replace(layer, o_a=layer.o_a.new_empty(0))
+        self._sink = layer.sink.float()
+
+    def store(self, kv: torch.Tensor, plan: CpuPlan) -> None:
+        recent = self._layer.recent
+        keys = self._heads.rotated(kv.unsqueeze(1), plan).squeeze(1)
+        for part in plan.segments:
+            _keep_last(recent, keys[part.begin : part.end], part)
+        for of_wave, _, slots in plan.waves:
+            recent[slots, plan.positions[of_wave] % recent.shape[1]] = keys[of_wave]
+
+    def attend(self, q: torch.Tensor, kv: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
+        layer = self._layer
+        queries = self._heads.queries(q, plan)
+        keys = self._heads.rotated(kv.unsqueeze(1), plan).squeeze(1)
+        # Each wave has a row of every chunk.
+        rows = torch.stack([of_wave for of_wave, _, _ in plan.waves], 1)  # [B, n]
+        slots, starts = plan.waves[0][2], plan.positions[rows[:, :1]]
+        shown = starts + torch.arange(-layer.window, 0)
+        before = layer.recent[slots.unsqueeze(1), shown % layer.recent.shape[1]]
+        seen = torch.cat((before, keys[rows]), 1).float()
+        hidden = F.pad(shown < 0, (0, rows.shape[1])).view(len(rows), 1, 1, -1)
+        scores = torch.einsum("bnhd,bkd->bnhk", queries[rows].float() * layer.head_dim**-0.5, seen)
+        sink = self._sink.view(-1, 1).expand(*scores.shape[:3], 1)
+        weights = torch.cat((scores.masked_fill(hidden, float("-inf")), sink), -1).softmax(-1)[..., :-1]
+        out = q.new_zeros(plan.num_rows, layer.num_heads, layer.head_dim)
+        out[rows] = torch.einsum("bnhk,bkd->bnhd", weights, seen).to(q.dtype)
+        return self._heads.out(out, plan)
+
+
+class CpuCompressed:
+    """`CompressedAttend`."""
+
+    def __init__(self, layer: CompressedLayer) -> None:
+        self._heads, self._layer = _Heads(layer), replace(layer, o_a=layer.o_a.new_empty(0))
+        self._sink = layer.sink.float()
         # The parts of a row of `compress`: values and gates of each pooling, then the weights of the indexer's heads.
         self._poolings = [pooling for pooling in (layer.pooling, layer.indexer and layer.indexer.pooling) if pooling]
         self._widths = [2 * pooling.bias.shape[1] for pooling in self._poolings]
@@ -45,30 +105,21 @@ class CpuCompressed:
     def attend(self, x: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, plan: CpuPlan) -> torch.Tensor:
         layer = self._layer
         heads, dim = layer.num_heads, layer.head_dim
-        cos, sin = plan.rotation(layer.rope)
-        queries = rms_norm.reference(q[:, : heads * dim].unflatten(1, (heads, dim)), self._ones, layer.eps)
-        queries = self._rotated(queries, cos, sin)
-        keys = self._rotated(kv.unsqueeze(1), cos, sin).squeeze(1)
+        queries = self._heads.queries(q, plan)
+        keys = self._heads.rotated(kv.unsqueeze(1), plan).squeeze(1)
         compressed = wanted = None
         if layer.compress is not None:
             compressed = linear(x.float(), layer.compress.data)
         if layer.indexer is not None:
             wanted = q[:, heads * dim :].unflatten(1, (layer.indexer.num_heads, -1))
-            wanted = self._rotated(wanted, cos, sin)
+            wanted = self._heads.rotated(wanted, plan)
         rows = _Rows(queries, keys, compressed, wanted)
         out = q.new_zeros(plan.num_rows, heads, dim)
         for part in plan.segments:
             out[part.begin : part.end] = self._prompt(rows, part, plan)
         for of_wave, _, slots in plan.waves:
             out.index_copy_(0, of_wave, self._decode(rows.at(of_wave), of_wave, slots, plan))
-        # Undo the rotation of the values. Pairs are (i, i + Dr / 2) by now.
-        out = _rotate_last(out, cos, -sin, interleaved=False)
-        groups = out.view(plan.num_rows, len(self._o_a), -1).unbind(1)
-        return torch.cat([linear(x.contiguous(), each) for x, each in zip(groups, self._o_a, strict=True)], 1)
-
-    def _rotated(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate the last values of each head of x [rows, heads, D]."""
-        return _rotate_last(x, cos, sin, interleaved=True)
+        return self._heads.out(out, plan)
 
     # Prompts.
 
@@ -123,7 +174,7 @@ class CpuCompressed:
         pooled = sum_in_order(weights * values, 1) / sum_in_order(weights, 1)
         normed = rms_norm.reference(pooled.to(pooling.entries.dtype), pooling.norm, self._layer.eps)
         cos, sin = self._layer.rope.index_select(0, firsts).chunk(2, 1)
-        return self._rotated(normed.unsqueeze(1), cos, sin).squeeze(1)
+        return _rotate_last(normed.unsqueeze(1), cos, sin, interleaved=True).squeeze(1)
 
     def _attend_prompt(
         self, rows: "_Rows", keys: torch.Tensor, entries: Sequence[torch.Tensor], start: int

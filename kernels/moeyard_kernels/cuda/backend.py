@@ -6,7 +6,7 @@ It also runs without a GPU: on the CPU the ops run their references, which lets 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -186,6 +186,9 @@ class CudaBackend:
             raise ValueError(f"page_size {self.page_size}: compressed attention needs a multiple of {GRANULE}")
         self.compresses = True
         return CudaCompressed(layer)
+
+    def block_attend(self, layer: CompressedLayer) -> NoReturn:
+        raise ValueError("blocks of drafts run on a CPU only")
 
     def hyper_leave(
         self,

@@ -106,7 +106,7 @@ def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedChec
 def _skip_reason(index: CheckpointIndex, config: ModelConfig, key: str, names: Names) -> str | None:
     layer = re.match(names.draft_layer.partition("{i}")[0] + r"(\d+)\.", key, re.ASCII)
     first = names.first_draft(config.num_layers)
-    if layer and first + config.drafts <= int(layer[1]) < first + config.num_mtp_layers:
+    if layer and first + config.num_draft_layers <= int(layer[1]) < first + config.num_mtp_layers:
         return DRAFT_LAYER
     if names.drafts_apart and not config.drafts and key.startswith(names.draft_parts):
         return DRAFT_LAYER

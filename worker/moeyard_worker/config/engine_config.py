@@ -17,9 +17,9 @@ DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
 EXPERT_FETCHES: tuple[str, ...] = ("auto", "alone", "shared")
 EXPERT_HOST_STORES: tuple[str, ...] = ("auto", "missing", "all")
 EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
-SPECULATIONS: tuple[str, ...] = ("mtp",)
-# The most drafts per token.
-MAX_DRAFTS = 3
+# The most drafts per token by kind of drafter. A block of DSpark has five.
+SPECULATIONS = MappingProxyType({"mtp": 3, "dspark": 5})
+MAX_DRAFTS = max(SPECULATIONS.values())
 LOAD_FORMATS: tuple[str, ...] = ("auto", "safetensors", "dummy")
 # A rank with heartbeats may take this many step deadlines for one layer before it counts as hanging. Reading cold
 # experts on a CPU, or compiling a kernel at its first launch, can take that long.
@@ -42,7 +42,7 @@ class SchedulerConfig:
     max_waiting: queued requests that cannot start yet, before `queue_full`.
     max_queue_seconds: how long a request may wait for its start before `queue_timeout`. None: no limit.
     max_in_flight: steps planned and not completed, 1 or 2.
-    num_drafts: most drafts verified per sequence and step, 0 to 3. `adaptive_drafts`: choose the number by measurement.
+    num_drafts: most drafts verified per sequence and step, 0 to 5. `adaptive_drafts`: measure to choose the number.
     num_state_slots: most sequences with state in slots, 0 if the model has no such state. Each has `state_ring` slots.
     num_snapshots: slots for snapshots of such state. Without them, prefixes are not reused.
     chunk_alignment: every prompt chunk but the last ends at a multiple of this.
@@ -114,7 +114,7 @@ class EngineConfig:
         that a Ray cluster assigned.
     expert_slots, expert_memory: if both are None, as many slots as fit.
     kv_memory: None for all free memory.
-    draft_tokens: None to choose at each step, at most MAX_DRAFTS.
+    draft_tokens: None to choose at each step, at most as many as `speculate` allows.
     """
 
     model_path: str | None
@@ -221,15 +221,16 @@ class EngineConfig:
     )
     speculate: str | None = option(
         None,
-        "mtp: draft tokens with the checkpoint's layer for multi-token prediction and verify them a step later; "
-        "answers do not change",
-        choices=SPECULATIONS,
+        "draft tokens with the checkpoint's layer for multi-token prediction (mtp) or its drafter DSpark (dspark), and "
+        "verify them a step later; answers do not change",
+        choices=tuple(SPECULATIONS),
         words={"off": None},
     )
     draft_tokens: int | None = option(
         None,
-        f"with --speculate: drafts per token, 1 to {MAX_DRAFTS}, or auto: 0 to {MAX_DRAFTS}, chosen at each step by "
-        "measured speed",
+        "with --speculate: drafts per token, "
+        + ", ".join(f"1 to {most} with {name}" for name, most in SPECULATIONS.items())
+        + ", or auto: 0 to that many, chosen at each step by measured speed",
         kind="drafts",
         metavar="K",
         words={"auto": None},
@@ -292,7 +293,7 @@ class EngineConfig:
     @property
     def num_drafts(self) -> int:
         """The most drafts per token; 0 without speculation."""
-        return 0 if self.speculate is None else self.draft_tokens or MAX_DRAFTS
+        return 0 if self.speculate is None else self.draft_tokens or SPECULATIONS[self.speculate]
 
 
 # Defaults by device. On a GPU, pages have the size of attention's blocks, and larger steps are planned in advance.
@@ -326,8 +327,11 @@ def _require_source(config: EngineConfig) -> None:
 
 def _require_speculation(config: EngineConfig) -> None:
     """Raise ValueError for invalid settings of speculation."""
-    if config.draft_tokens is not None and not 1 <= config.draft_tokens <= MAX_DRAFTS:
-        raise ValueError(f"draft_tokens must be in [1, {MAX_DRAFTS}], got {config.draft_tokens}")
+    most, name = MAX_DRAFTS, ""
+    if config.speculate is not None:
+        most, name = SPECULATIONS[config.speculate], f" with speculate {config.speculate}"
+    if config.draft_tokens is not None and not 1 <= config.draft_tokens <= most:
+        raise ValueError(f"draft_tokens must be in [1, {most}]{name}, got {config.draft_tokens}")
     if config.speculate is None:
         return
     rows, drafts = config.max_num_seqs * (1 + config.num_drafts), config.draft_tokens or "auto"

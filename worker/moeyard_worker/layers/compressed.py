@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from moeyard_kernels.backend import Backend, CompressedAttend, StepPlan
+from moeyard_kernels.backend import Backend, BlockAttend, CompressedAttend, StepPlan
 from moeyard_kernels.types.footprint import Footprint, Footprints
 from moeyard_kernels.types.layers import GRANULE, CompressedLayer, Indexer, Pooling
 from moeyard_worker.config.rope_config import RopeConfig
@@ -42,6 +42,8 @@ class Compressed:
 
     With an `indexer` each query chooses entries, and an entry also covers the block before its own (CSA). Otherwise a
     query sees all entries (HCA). The output projection has `groups` groups of heads, each with `o_rank` results.
+
+    `block`: the layer is part of DSpark (`BlockAttention`).
     """
 
     num_heads: int
@@ -54,6 +56,7 @@ class Compressed:
     rope: RopeConfig
     norm_eps: float
     indexer: IndexerConfig | None = None
+    block: bool = False
 
     @property
     def _widths(self) -> dict[str, int]:
@@ -123,7 +126,9 @@ class Compressed:
             groups_width=self.groups * self.o_rank,
         )
 
-    def build(self, backend: Backend, *, weights: Loaded, state: Loaded, rope: torch.Tensor | None) -> CompressedBlock:
+    def build(
+        self, backend: Backend, *, weights: Loaded, state: Loaded, rope: torch.Tensor | None
+    ) -> CompressedBlock | BlockAttention:
         assert rope is not None, "every layer is rotated"
 
         def pooling(prefix: str, entries: str, dim: int) -> Pooling:
@@ -142,39 +147,74 @@ class Compressed:
                 top_k=self.indexer.top_k,
                 pooling=pooling("indexer.compressor.", "index", self.indexer.head_dim),
             )
-        attend = backend.compressed(
-            CompressedLayer(
-                num_heads=self.num_heads,
-                head_dim=self.head_dim,
-                rope_dim=self.rope.dim,
-                window=self.window,
-                eps=self.norm_eps,
-                rope=rope,
-                sink=weights["sink"],
-                o_a=weights["o_a"],
-                recent=state["recent"],
-                pooling=pooling("compressor.", "entries", self.head_dim) if self.ratio else None,
-                indexer=indexer,
-                compress=weights.get("compress"),
-                pending=state.get("pending"),
-            )
+        layer = CompressedLayer(
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            rope_dim=self.rope.dim,
+            window=self.window,
+            eps=self.norm_eps,
+            rope=rope,
+            sink=weights["sink"],
+            o_a=weights["o_a"],
+            recent=state["recent"],
+            pooling=pooling("compressor.", "entries", self.head_dim) if self.ratio else None,
+            indexer=indexer,
+            compress=weights.get("compress"),
+            pending=state.get("pending"),
         )
-        return CompressedBlock(self, backend, attend, weights)
+        if self.block:
+            return BlockAttention(self, backend, backend.block_attend(layer), weights)
+        return CompressedBlock(self, backend, backend.compressed(layer), weights)
 
 
-class CompressedBlock:
-    """Down projections, norms, the queries' up projection, attention, one product back."""
+class Projections:
+    """Down projections, norms, the queries' up projection, and one product back."""
 
-    def __init__(self, spec: Compressed, backend: Backend, attend: CompressedAttend, weights: Loaded) -> None:
-        self._backend, self._attend, self._eps, self._rank = backend, attend, spec.norm_eps, spec.q_rank
+    def __init__(self, spec: Compressed, backend: Backend, weights: Loaded) -> None:
+        self._backend, self._eps, self._rank = backend, spec.norm_eps, spec.q_rank
         self._q_kv_a, self._q_b, self._o_b = weights["q_kv_a"], weights["q_b"], weights["o_b"]
         self._q_norm, self._kv_norm = weights["q_norm"], weights["kv_norm"]
 
+    def down(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalised low-rank queries [num_rows, Rq] and keys [num_rows, D] of rows x [num_rows, H]."""
+        down, rms_norm = self._backend.linear(x, self._q_kv_a), self._backend.rms_norm
+        return (
+            rms_norm(down[:, : self._rank], self._q_norm, self._eps),
+            rms_norm(down[:, self._rank :], self._kv_norm, self._eps),
+        )
+
+    def queries(self, low: torch.Tensor) -> torch.Tensor:
+        """Return the queries of all heads, then those of the indexer."""
+        return self._backend.linear(low, self._q_b)
+
+    def back(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output [num_rows, H] of the groups' results x."""
+        return self._backend.linear(x, self._o_b)
+
+
+class CompressedBlock:
+    """Projections around attention."""
+
+    def __init__(self, spec: Compressed, backend: Backend, attend: CompressedAttend, weights: Loaded) -> None:
+        self._attend, self._projections = attend, Projections(spec, backend, weights)
+
     def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """x [num_rows, H] -> [num_rows, H]."""
-        backend = self._backend
-        down = backend.linear(x, self._q_kv_a)
-        q = backend.rms_norm(down[:, : self._rank], self._q_norm, self._eps)
-        kv = backend.rms_norm(down[:, self._rank :], self._kv_norm, self._eps)
-        q = backend.linear(q, self._q_b)
-        return backend.linear(self._attend.attend(x, q, kv, plan), self._o_b)
+        low, kv = self._projections.down(x)
+        return self._projections.back(self._attend.attend(x, self._projections.queries(low), kv, plan))
+
+
+class BlockAttention:
+    """The attention of DSpark: the rows of a block see each other, and keys that were stored before."""
+
+    def __init__(self, spec: Compressed, backend: Backend, attend: BlockAttend, weights: Loaded) -> None:
+        self._attend, self._projections = attend, Projections(spec, backend, weights)
+
+    def store(self, x: torch.Tensor, plan: StepPlan) -> None:
+        """Store the keys of rows x [num_rows, H] at their positions."""
+        self._attend.store(self._projections.down(x)[1], plan)
+
+    def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
+        """x [num_rows, H] -> [num_rows, H]. Each chunk of the plan is a block. Its keys are not stored."""
+        low, kv = self._projections.down(x)
+        return self._projections.back(self._attend.attend(self._projections.queries(low), kv, plan))

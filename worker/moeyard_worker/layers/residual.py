@@ -31,6 +31,9 @@ class Residual(Protocol):
     def leave(self, result: torch.Tensor | ExpertParts, site: Any) -> torch.Tensor:
         """Take a block's result, rows [num_rows, H] or unreduced parts; return the rows that `site` reads."""
 
+    def mean(self) -> torch.Tensor:
+        """Return the mean [num_rows, H] of the streams behind the latest block."""
+
 
 # Maps hidden states [M, H] or [M, S H] to the rows [M, H] that the head reads.
 Head = Callable[["torch.Tensor"], "torch.Tensor"]
@@ -87,6 +90,9 @@ class AddNormResidual:
         else:
             rows, self._stream = self._backend.add_rms_norm(result, self._stream, site, self._eps)
         return rows
+
+    def mean(self) -> torch.Tensor:
+        return self._stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,3 +172,6 @@ class HyperResidual:
         assert self._mix is not None, "a block follows a site of its own"
         self._streams, rows, self._mix = self._backend.hyper_leave(result, self._streams, self._mix, site, self._plan)
         return rows
+
+    def mean(self) -> torch.Tensor:
+        return self._streams.mean(1)

@@ -59,7 +59,7 @@ class DecoderLayer:
         self.site = streams.site(load_all(load, layer.attention_site))
         self._mlp_site = streams.site(load_all(load, layer.mlp_site))
         weights = load_all(load, layer.attention)
-        self._attention = config.attention[index].build(backend, weights=weights, state=state, rope=rope)
+        self.attention = config.attention[index].build(backend, weights=weights, state=state, rope=rope)
         weights = load_all(load, layer.mlp)
         if index in config.hash_layers:
             _check_table(weights["gate_table"], layer.mlp["gate_table"], config.num_experts)
@@ -81,7 +81,7 @@ class DecoderLayer:
 
     def forward(self, x: torch.Tensor, residual: Residual, following: object, plan: StepPlan) -> torch.Tensor:
         """Map rows x [num_rows, H] at `site` to the rows at the site `following`."""
-        x = residual.leave(self._attention.forward(x, plan), self._mlp_site)
+        x = residual.leave(self.attention.forward(x, plan), self._mlp_site)
         return residual.leave(self.block.forward(x, plan), following)
 
     def idle(self, empty: torch.Tensor, plan: StepPlan) -> None:
@@ -139,11 +139,14 @@ class Decoder:
 
         self._make = make
         layers = [make(spec, i, load) for i in range(len(spec.layers))]
-        # A layer of multi-token prediction may follow the model's. A `Drafter` runs it.
+        # A drafter's layers may follow the model's. It runs them.
         self._layers, self.more_layers = layers[: config.num_layers], layers[config.num_layers :]
         # Each layer with the site behind it: that of the next layer, or of the head.
         self._ending = self.streams.last(load_all(load, spec.head_site))
         last, self._to_head = self._ending
+        # The drafter reads the output of these layers. It follows the rows that the head reads.
+        self._read = config.read_layers
+        self._head_width = config.hidden_width - len(self._read) * config.hidden_size
         self._walk = [*zip(self._layers, [*(layer.site for layer in self._layers[1:]), last], strict=True)]
         kind = [(config.attention[i], type(layer.block)) for i, layer in enumerate(self._layers)]
         of_each = [layer for i, layer in enumerate(self._layers) if kind[i] not in kind[:i]]
@@ -172,17 +175,22 @@ class Decoder:
         return self.sampled(self.hidden(plan), plan, out)
 
     def hidden(self, plan: StepPlan) -> torch.Tensor:
-        """Return the hidden states of the step's rows, [num_rows, H] or with S streams [num_rows, S H]."""
+        """Return the hidden states of the step's rows, [num_rows, H] or with S streams [num_rows, S H].
+
+        If a drafter reads layers (`ModelConfig.read_layers`), their output follows, [num_rows, H] of each.
+        """
         if not plan.num_tokens:
             empty = self._embed.new_empty(0, self._embed.shape[1])
             for layer, _ in self._walk:
                 layer.idle(empty, plan)
             return empty
         residual = self.streams.begin(self.embed(plan.token_ids), plan)
-        x = residual.enter(self._layers[0].site)
-        for layer, following in self._walk:
+        x, read = residual.enter(self._layers[0].site), []
+        for i, (layer, following) in enumerate(self._walk):
             x = layer.forward(x, residual, following, plan)
-        return x
+            if i in self._read:
+                read.append(residual.mean())
+        return torch.cat((x, *read), 1) if read else x
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:
@@ -199,7 +207,11 @@ class Decoder:
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits [M, V] of the `hidden` rows x, in their dtype. A row's bits do not depend on the others."""
-        return self.logits(self._to_head(x))
+        return self.logits(self._to_head(x[:, : self._head_width]))
+
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the part [M, n H] of the `hidden` rows x that a drafter reads from n layers."""
+        return x[:, self._head_width :]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits [M, V] of rows x [M, H] in front of the head."""

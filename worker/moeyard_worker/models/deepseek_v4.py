@@ -10,18 +10,22 @@ from types import MappingProxyType
 from typing import Any
 
 from moeyard_kernels.types.gate import GateRule
-from moeyard_worker.config.fields import MAX_POSITIONS, Fields
+from moeyard_worker.config.fields import MAX_POSITIONS, MAX_VOCAB, Fields
 from moeyard_worker.config.rope_config import parse_rope
 from moeyard_worker.layers.compressed import BLOCK, Compressed, IndexerConfig
 from moeyard_worker.layers.residual import HyperConfig
 from moeyard_worker.models.family import Family, Names, count_layers, max_position
-from moeyard_worker.models.model_config import GateConfig
+from moeyard_worker.models.model_config import BlockDrafts, GateConfig
 from moeyard_worker.models.parsing import parse_layer_types
 
 # Positions per entry of each kind of layer, by transformers' name.
 _CSA, _HCA = "compressed_sparse_attention", "heavily_compressed_attention"
 _KINDS = MappingProxyType({"sliding_attention": 0, _CSA: 4, _HCA: 128})
 _HASH = "hash_moe"
+# DSpark reads three layers in all releases, and has as many of its own.
+_MOST_READ = 8
+# All releases have blocks of five.
+_MOST_BLOCK = 64
 # A chunk of a prompt ends at multiples of the window and of every block.
 _MOST_WINDOW = 4096
 
@@ -40,8 +44,9 @@ def _prepare(config: Fields) -> Fields:
         values["rope_scaling"] = {**values["rope_scaling"], "attention_factor": 1.0, "partial_rotary_factor": 1.0}
     values.pop("partial_rotary_factor", None)
     if values.get("dspark_block_size") is not None:
-        # Another drafter takes the place of the layer of multi-token prediction.
-        values["num_nextn_predict_layers"] = 0
+        # The drafter DSpark takes the place of the layer of multi-token prediction.
+        read = values.get("dspark_target_layer_ids")
+        values["num_nextn_predict_layers"] = len(read) if isinstance(read, list) else 0
     quantised = values.get("quantization_config")
     if isinstance(quantised, dict) and values.get("expert_dtype") is not None:
         values["quantization_config"] = {**quantised, "expert_dtype": values["expert_dtype"]}
@@ -124,6 +129,25 @@ def _attention(config: Fields) -> dict[int, Compressed]:
     }
 
 
+def _block_drafts(config: Fields) -> BlockDrafts | None:
+    """Return the settings of DSpark. Its name for the layers that it reads is target layers."""
+    if config.values.get("dspark_block_size") is None:
+        return None
+    read, num_layers = config.integers("dspark_target_layer_ids"), count_layers(config)
+    if not 0 < len(read) <= _MOST_READ or list(read) != sorted(set(read)) or read[-1] >= num_layers:
+        raise config.error(
+            "dspark_target_layer_ids",
+            f"is {list(read)!r:.80}, expected 1 to {_MOST_READ} ascending layers below {num_layers}",
+        )
+    vocab_size = config.integer("vocab_size", maximum=MAX_VOCAB)
+    return BlockDrafts(
+        size=config.integer("dspark_block_size", maximum=_MOST_BLOCK),
+        noise_token=config.integer("dspark_noise_token_id", minimum=0, maximum=vocab_size - 1),
+        read_layers=read,
+        markov_rank=config.integer("dspark_markov_rank"),
+    )
+
+
 def _parse(config: Fields) -> Mapping[str, Any]:
     config.require("scoring_func", ("sqrtsoftplus",), "sqrtsoftplus")
     config.require("topk_method", ("noaux_tc",), "noaux_tc")
@@ -137,10 +161,11 @@ def _parse(config: Fields) -> Mapping[str, Any]:
         renormalize=True,
         scaling=config.number("routed_scaling_factor"),
     )
-    kinds = _attention(config)
+    kinds, block = _attention(config), _block_drafts(config)
     return {
         "attention": tuple(kinds[ratio] for ratio in _ratios(config)),
-        "draft_attention": kinds[0],
+        "draft_attention": replace(kinds[0], block=block is not None),
+        "block_drafts": block,
         "gate": GateConfig(rule=rule, bias=True, fp32_logits=True),
         "intermediate_size": width,
         "moe_layers": tuple(range(num_layers)),
@@ -157,7 +182,7 @@ def _parse(config: Fields) -> Mapping[str, Any]:
     }
 
 
-_DSPARK = "part of the drafter DSpark, which is not supported"
+_CONFIDENCE = "the confidence head of DSpark: the number of drafts follows from measured speed instead"
 _HUB = Names(
     embed="embed.weight",
     norm="norm.weight",
@@ -176,7 +201,7 @@ _HUB = Names(
     draft_parts="mtp.0.",
     drafts_apart=True,
     draft_norm="norm.weight",
-    skipped=tuple((f"mtp.{i}.", _DSPARK) for i in (1, 2)),
+    skipped=tuple((f"mtp.{i}.confidence_head.", _CONFIDENCE) for i in range(_MOST_READ)),
 )
 # Files that transformers has written.
 _SAVED = replace(

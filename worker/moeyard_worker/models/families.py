@@ -145,8 +145,7 @@ def with_codes(model: ModelConfig, *, dense: bool = False) -> ModelConfig:
     # Only the stored tensors show which names apply, so all of them must promise the same.
     for names in (family.names, *family.other_names):
         for i in model.moe_layers:
-            draft = names.draft_layer.format(i=names.first_draft(model.num_layers))
-            layer = names.layer.format(i=i) if i < model.num_layers else draft
+            layer = names.of_layer(i, model.num_layers)
             gate, up, down = (f"{layer}{names.moe[0]}experts.0.{name}" for name in names.expert)
             experts.append((gate, up, down))
     sizes = {"hidden": model.hidden_size, "intermediate": model.moe_intermediate_size}

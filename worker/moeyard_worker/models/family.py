@@ -22,6 +22,7 @@ class Names:
     draft_layer: the prefix of a layer of multi-token prediction. Its number {i} continues those of the model's layers,
         or starts at 0 if `drafts_apart`.
     token_norm to draft_norm: the parts that only such a layer has, under `draft_parts`.
+    read_join, read_norm, markov: the parts of `BlockDrafts`, under its first and last layer. Its norm is `draft_norm`.
     copies: tensors of such a layer that repeat the model's embedding and head.
     norms_less_one: norms are stored less one.
     skipped: (prefix, reason) of tensors that are not loaded.
@@ -58,6 +59,9 @@ class Names:
     hidden_join: str = "h_proj.weight"
     draft_hyper: str = "hc_head_"
     draft_norm: str = "shared_head.norm.weight"
+    read_join: str = "main_proj.weight"
+    read_norm: str = "main_norm.weight"
+    markov: tuple[str, str] = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
     copies: tuple[str, str] = ("embed_tokens.weight", "shared_head.head.weight")
     norms_less_one: bool = False
     skipped: tuple[tuple[str, str], ...] = ()
@@ -65,6 +69,12 @@ class Names:
     def first_draft(self, num_layers: int) -> int:
         """Return the number of the first layer of multi-token prediction in a model of `num_layers`."""
         return 0 if self.drafts_apart else num_layers
+
+    def of_layer(self, index: int, num_layers: int) -> str:
+        """Return the prefix of a layer. Those of multi-token prediction follow the model's `num_layers`."""
+        if index < num_layers:
+            return self.layer.format(i=index)
+        return self.draft_layer.format(i=self.first_draft(num_layers) + index - num_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,22 @@ class GateConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDrafts:
+    """A drafter that makes the drafts of a block in one pass: DSpark (`models/dspark.py`).
+
+    size: drafts of a block, which are also its rows.
+    noise_token: the token of all rows but the first.
+    read_layers: the model's layers whose output the drafter reads, ascending. It has as many layers of its own.
+    markov_rank: width of the embedding that maps a token to a bias of the next one's logits.
+    """
+
+    size: int
+    noise_token: int
+    read_layers: tuple[int, ...]
+    markov_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """The settings of a checkpoint that the model needs.
 
@@ -44,8 +60,9 @@ class ModelConfig:
     hyper: the connections of several residual streams; None for one stream.
     draft_attention: the attention of a layer of multi-token prediction, if it is not that of the last layer without
         state per sequence.
-    num_mtp_layers: layers of multi-token prediction. With `drafts` the first of them is served as layer `num_layers`,
-        and `attention` and `moe_layers` include it.
+    block_drafts: the drafter, if it is not a layer of multi-token prediction.
+    num_mtp_layers: layers of multi-token prediction, or those of `block_drafts`. With `drafts` the first of them, or
+        all of `block_drafts`, are served as layers from `num_layers` on. `attention` and `moe_layers` include them.
     """
 
     family: str
@@ -73,6 +90,7 @@ class ModelConfig:
     swiglu_limit: float | None = None
     hyper: HyperConfig | None = None
     draft_attention: Attention | None = None
+    block_drafts: BlockDrafts | None = None
 
     def for_length(self, length: int | None) -> "ModelConfig":
         """Return the config with the rotation for sequences of up to `length` tokens, if the rotation depends on it.
@@ -88,7 +106,8 @@ class ModelConfig:
         return replace(self, attention=tuple(_longer(kind) for kind in self.attention))
 
     def with_drafts(self) -> "ModelConfig":
-        """Return the config that also serves the first layer of multi-token prediction. Raises ValueError without one.
+        """Return the config that also serves the drafter: the first layer of multi-token prediction, or all layers of
+        `block_drafts`. Raises ValueError without one.
 
         Without `draft_attention` it has that of the last layer without state per sequence. It has experts (DeepSeek-V3,
         arXiv 2412.19437, section 2.2; for Qwen3-Next as in vLLM).
@@ -101,12 +120,23 @@ class ModelConfig:
         kind = self.draft_attention
         if kind is None:
             kind = next(kind for kind in reversed(self.attention) if not kind.state().slots)
+        count = 1 if self.block_drafts is None else self.num_mtp_layers
         return replace(
             self,
-            attention=(*self.attention, kind),
-            moe_layers=(*self.moe_layers, self.num_layers),
+            attention=(*self.attention, *(kind,) * count),
+            moe_layers=(*self.moe_layers, *range(self.num_layers, self.num_layers + count)),
             drafts=True,
         )
+
+    @property
+    def num_draft_layers(self) -> int:
+        """Served layers of the drafter."""
+        return len(self.attention) - self.num_layers
+
+    @property
+    def read_layers(self) -> tuple[int, ...]:
+        """The layers whose output a served drafter reads, beside the hidden states in front of the head."""
+        return self.block_drafts.read_layers if self.drafts and self.block_drafts is not None else ()
 
     @property
     def has_slots(self) -> bool:
@@ -115,8 +145,8 @@ class ModelConfig:
 
     @property
     def hidden_width(self) -> int:
-        """Values of a row of hidden states in front of the head: those of all streams."""
-        return self.hidden_size * (1 if self.hyper is None else self.hyper.streams)
+        """Values of a row of hidden states: those of all streams in front of the head, and of `read_layers`."""
+        return self.hidden_size * ((1 if self.hyper is None else self.hyper.streams) + len(self.read_layers))
 
     @property
     def top_k(self) -> int:

@@ -10,7 +10,7 @@ from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_worker.layers.overwriting import overwrite
 from moeyard_worker.layers.residual import Residual
 from moeyard_worker.models.decoder import Decoder, DecoderLayer, Load, load_all
-from moeyard_worker.models.spec import DraftSpec
+from moeyard_worker.models.spec import DraftSpec, ModelSpec
 
 
 class Drafter:
@@ -20,18 +20,22 @@ class Drafter:
     stream gets the sum of a projection of its own hidden state and a projection of the embedding.
     """
 
-    def __init__(self, spec: DraftSpec, layer: DecoderLayer, *, model: Decoder, backend: Backend, load: Load) -> None:
+    def __init__(self, spec: ModelSpec, layer: DecoderLayer, *, model: Decoder, backend: Backend, load: Load) -> None:
         self._layer, self._model, self._backend = layer, model, backend
-        self._token_norm, self._hidden_norm = load(spec.token_norm), load(spec.hidden_norm)
-        self._joins = load_all(load, spec.joins)
-        self._ending = model.streams.last(load_all(load, spec.head_site))
+        draft = spec.draft
+        assert isinstance(draft, DraftSpec), "the model has a layer of multi-token prediction"
+        self._token_norm, self._hidden_norm = load(draft.token_norm), load(draft.hidden_norm)
+        self._joins = load_all(load, draft.joins)
+        self._ending = model.streams.last(load_all(load, draft.head_site))
         self._last, self._to_head = self._ending
 
-    def overwrite(self, spec: DraftSpec, load: Load) -> None:
+    def overwrite(self, spec: ModelSpec, load: Load) -> None:
         """Load weights into the memory of the present ones, but for those of `layer`, which the model overwrites."""
-        parts = (load(spec.token_norm), load(spec.hidden_norm), load_all(load, spec.joins))
+        draft = spec.draft
+        assert isinstance(draft, DraftSpec), "the model has a layer of multi-token prediction"
+        parts = (load(draft.token_norm), load(draft.hidden_norm), load_all(load, draft.joins))
         overwrite((self._token_norm, self._hidden_norm, self._joins), parts)
-        overwrite(self._ending, self._model.streams.last(load_all(load, spec.head_site)))
+        overwrite(self._ending, self._model.streams.last(load_all(load, draft.head_site)))
 
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """Return the layer's hidden states, which `head` reads, in the shape of `hidden`.

@@ -84,6 +84,24 @@ def _check_slots(config: EngineConfig, model: ModelConfig) -> None:
             )
 
 
+def _with_drafts(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """Return the model with the drafter that `config` names. Raises ValueError if it has none or cannot run it."""
+    block = model.block_drafts
+    if (config.speculate == "dspark") != (block is not None):
+        if block is not None:
+            raise ValueError("the drafter of this model is DSpark, use --speculate dspark")
+        raise ValueError("this model has no drafter DSpark (config.json: dspark_block_size)")
+    if block is not None:
+        if config.device != "cpu":
+            raise ValueError(f"DSpark runs on a CPU only so far, --device is {config.device}")
+        if (rows := config.max_num_seqs * block.size) > config.max_batch_tokens:
+            raise ValueError(
+                f"--max-num-seqs {config.max_num_seqs} with blocks of {block.size} drafts needs {rows} rows of a step, "
+                f"--max-batch-tokens is {config.max_batch_tokens}"
+            )
+    return model.with_drafts()
+
+
 def served_model(config: EngineConfig) -> ModelConfig:
     """Return the model that `config` serves, from a checkpoint or a shape. Raises ValueError with the reason."""
     if config.shape is not None:
@@ -95,7 +113,7 @@ def served_model(config: EngineConfig) -> ModelConfig:
         _check_slots(config, model)
     if config.speculate is not None:
         try:
-            model = model.with_drafts()
+            model = _with_drafts(config, model)
         except ValueError as error:
             raise ValueError(f"--speculate {config.speculate}: {config.model_path or config.shape}: {error}") from None
     keeps = config.device != "cpu" and config.weights != "bfloat16" and model.served_dtype(config.dtype) == "bfloat16"

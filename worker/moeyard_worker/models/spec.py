@@ -59,13 +59,36 @@ class DraftSpec:
     joins: Mapping[str, Weight]
     head_site: Mapping[str, Weight]
 
+    def weights(self) -> Iterator[Weight]:
+        """Yield all of them, in the order of loading."""
+        yield from (self.token_norm, self.hidden_norm, *self.joins.values(), *self.head_site.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDraftSpec:
+    """The weights that only `BlockDrafts` has, with R its rank, for n layers that it reads.
+
+    read_join [H, n H] projects the outputs of these layers, and read_norm [H] follows. markov_in [V, R] and markov_out
+    [V, R] give the bias of the logits behind a token. Embedding and head are the model's.
+    """
+
+    read_join: Weight
+    read_norm: Weight
+    markov_in: Weight
+    markov_out: Weight
+    head_site: Mapping[str, Weight]
+
+    def weights(self) -> Iterator[Weight]:
+        """Yield all of them, in the order of loading."""
+        yield from (self.read_join, self.read_norm, self.markov_in, self.markov_out, *self.head_site.values())
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The weights of a whole model. `lm_head` is None if it is tied to the embedding.
 
-    `keys` are the checkpoint's, empty for random weights. With `config.drafts` the last of `layers` is the layer of
-    multi-token prediction, and `draft` has its other weights.
+    `keys` are the checkpoint's, empty for random weights. With `config.drafts` the last of `layers` are the drafter's,
+    and `draft` has its other weights.
     """
 
     config: ModelConfig
@@ -75,7 +98,7 @@ class ModelSpec:
     head_site: Mapping[str, Weight]
     lm_head: Weight | None
     layers: tuple[LayerSpec, ...]
-    draft: DraftSpec | None = None
+    draft: DraftSpec | BlockDraftSpec | None = None
 
     def dense(self) -> Iterator[Weight]:
         """Yield the weights that every rank holds, in the order of loading."""
@@ -89,8 +112,7 @@ class ModelSpec:
         if self.lm_head is not None:
             yield self.lm_head
         if self.draft is not None:
-            yield from (self.draft.token_norm, self.draft.hidden_norm, *self.draft.joins.values())
-            yield from self.draft.head_site.values()
+            yield from self.draft.weights()
 
     def form(self, each: Weight, dtype: str) -> WeightForm:
         """Return the form in memory of a parameter, served in `dtype`."""
@@ -179,8 +201,19 @@ def model_spec(config: ModelConfig, keys: Container[str]) -> ModelSpec:
     )
 
 
-def _draft(config: ModelConfig, names: Names) -> DraftSpec:
-    at, hidden, less_one = names.draft_parts.format(i=config.num_layers), config.hidden_size, names.norms_less_one
+def _draft(config: ModelConfig, names: Names) -> DraftSpec | BlockDraftSpec:
+    hidden, less_one = config.hidden_size, names.norms_less_one
+    if (block := config.block_drafts) is not None:
+        first, last = (names.of_layer(i, config.num_layers) for i in (config.num_layers, len(config.attention) - 1))
+        markov_in, markov_out = (last + name for name in names.markov)
+        return BlockDraftSpec(
+            read_join=matrix(first + names.read_join, hidden, len(block.read_layers) * hidden),
+            read_norm=norm(first + names.read_norm, hidden, less_one=less_one),
+            markov_in=weight(markov_in, config.vocab_size, block.markov_rank),
+            markov_out=matrix(markov_out, config.vocab_size, block.markov_rank),
+            head_site=_draft_head(config, names, last),
+        )
+    at = names.draft_parts.format(i=config.num_layers)
     if config.hyper is None:
         joins = {"join": matrix(at + names.join, hidden, 2 * hidden)}
     else:
@@ -190,17 +223,20 @@ def _draft(config: ModelConfig, names: Names) -> DraftSpec:
         token_norm=norm(at + names.token_norm, hidden, less_one=less_one),
         hidden_norm=norm(at + names.hidden_norm, hidden, less_one=less_one),
         joins=joins,
-        head_site={
-            "norm": norm(at + names.draft_norm, hidden, less_one=less_one),
-            **_connections(config, at + names.draft_hyper, before_block=False),
-        },
+        head_site=_draft_head(config, names, at),
     )
 
 
+def _draft_head(config: ModelConfig, names: Names, at: str) -> dict[str, Weight]:
+    """Return the weights at the site between a drafter's last block and the head."""
+    return {
+        "norm": norm(at + names.draft_norm, config.hidden_size, less_one=names.norms_less_one),
+        **_connections(config, at + names.draft_hyper, before_block=False),
+    }
+
+
 def _layer(config: ModelConfig, names: Names, index: int, keys: Container[str]) -> LayerSpec:
-    prefix = names.layer.format(i=index)
-    if index == config.num_layers:
-        prefix = names.draft_layer.format(i=names.first_draft(config.num_layers))
+    prefix = names.of_layer(index, config.num_layers)
     mlp: dict[str, Weight]
     if index in config.moe_layers:
         at_moe = next((prefix + m for m in names.moe if prefix + m + names.gate in keys), prefix + names.moe[0])

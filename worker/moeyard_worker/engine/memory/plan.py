@@ -137,10 +137,11 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     - over nvlink and nccl instead, room for all (row, k) of all ranks: W K I in the served dtype
     - over nccl also results, all rows and returned rows, each twice, because they are tensors of the step
     - with drafts, the step's hidden states beside the pair that joins them with tokens: 3 H
+    - with DSpark, the outputs of n layers, twice: 2 n H
 
-    Then come the logits of all sampled rows and of SCORED_ROWS, twice, and a row of the sampler's fp64 scratch. With
-    drafts on a GPU, the sampled rows' logits count once more, and so do the penalties' counts of every token for these
-    rows (engine/sampling/edit_counts.py).
+    Then come the logits of all sampled rows, of DSpark's drafts and of SCORED_ROWS, twice, and a row of the sampler's
+    fp64 scratch. With drafts on a GPU, the sampled rows' logits count once more, and so do the penalties' counts of
+    every token for these rows (engine/sampling/edit_counts.py).
 
     In bf16 a step takes at most half of this (docs/journal.md). The other half is for captured steps, which keep their
     memory. tests/engine/test_memory.py compares the estimate with the measured peak.
@@ -155,8 +156,11 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
             room += hidden * (peers * 2 * (model.top_k + 1) + 2 * model.top_k)
         moved = max(moved, room * DTYPE_BYTES[model.served_dtype(config.dtype)] // _FP32)
     streams = 0 if model.hyper is None else model.hyper.streams
-    row = ((7 if model.drafts else 4) + streams) * hidden + max(attention, 4 * wide + moved, 3 * streams * hidden)
+    held = (7 if model.drafts else 4) + streams + 2 * len(model.read_layers)
+    row = held * hidden + max(attention, 4 * wide + moved, 3 * streams * hidden)
     sampled = config.max_num_seqs * (1 + config.num_drafts)
+    if model.drafts and model.block_drafts is not None:
+        sampled += config.max_num_seqs * min(model.block_drafts.size, config.num_drafts)
     logits = model.vocab_size * (2 * _FP32 * (sampled + SCORED_ROWS) + 64)
     if config.num_drafts and config.device != "cpu":
         logits += model.vocab_size * 2 * _FP32 * sampled

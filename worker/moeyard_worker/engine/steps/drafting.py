@@ -1,12 +1,14 @@
-"""Draft the tokens after those a step has sampled, with the model's layer for multi-token prediction.
+"""Draft the tokens after those a step has sampled, with the model's layer for multi-token prediction or with DSpark.
 
-The first pass covers all rows of the step, each with the token after it. Later passes attend to its states. The row of
-each sequence's last accepted token gives its first draft. Every other pass has one row per sequence: the draft before,
-with the output of the pass before. The state of such rows, and of refused drafts, is provisional: the next step's first
-pass overwrites it. All ranks make the same number of passes, with or without rows.
+With the layer (`Speculation`) the first pass covers all rows of the step, each with the token after it. Later passes
+attend to its states. The row of each sequence's last accepted token gives its first draft. Every other pass has one row
+per sequence: the draft before, with the output of the pass before. All ranks make the same number of passes, with or
+without rows. With DSpark (`BlockSpeculation`) all rows of the step store keys, which needs no peer. Then one pass over
+a block per sequence makes all drafts.
 
-A draft is chosen as its token will be: with the noise of its position, its request's parameters and its grammar. It is
-kept only if the model then chooses the same token, so drafts cannot change an answer.
+The state of these rows, and of refused drafts, is provisional: the next step overwrites it. A draft is chosen as its
+token will be: with the noise of its position, its request's parameters and its grammar. It is kept only if the model
+then chooses the same token, so drafts cannot change an answer.
 """
 
 from collections.abc import Sequence
@@ -20,6 +22,8 @@ from moeyard_kernels.types.sending import to_device
 from moeyard_worker.engine.sampling.sampling import SampledRow, choose, mask_of
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.models.decoder import Decoder
+from moeyard_worker.models.dspark import BlockDrafter
+from moeyard_worker.models.model_config import BlockDrafts, ModelConfig
 from moeyard_worker.models.mtp import Drafter
 from moeyard_worker.scheduling.request import Accepted, Request
 from moeyard_worker.scheduling.step import Chunk, Step
@@ -96,6 +100,60 @@ class Speculation:
             tail.drafts.append(token_id)
 
 
+class BlockSpeculation:
+    """Makes drafts with `drafter` for `model`, as `Speculation`. No block ends behind the model's last position."""
+
+    def __init__(
+        self, drafter: BlockDrafter, *, config: ModelConfig, backend: Backend, exchange: Exchange, block: BlockDrafts
+    ) -> None:
+        self.drafter, self._backend, self._exchange, self._block = drafter, backend, exchange, block
+        self._eos_token_ids, self._max_position = config.eos_token_ids, config.max_position
+
+    def draft(
+        self,
+        step: Step,
+        plan: StepPlan,
+        hidden: torch.Tensor,
+        requests: Sequence[Request],
+        rows: Sequence[SampledRow],
+        results: Sequence[Accepted],
+        *,
+        num_passes: int,
+        most_rows: int,
+    ) -> list[Accepted]:
+        """Return `results` with up to `num_passes` drafts each. Arguments and errors are those of `Speculation`.
+
+        Call it without passes too: later drafts need the keys of all positions.
+        """
+        tails, size = _tails(step, requests, rows, results), self._block.size
+        if plan.num_tokens:
+            self.drafter.store(hidden, plan)
+        if not num_passes:
+            return list(results)
+        going = [t for t in tails if t.wants(1, self._backend.page_size) and t.end + size <= self._max_position]
+        # A sequence with a block has one row of the step or more.
+        self._exchange.steps.set_rows(PeerRows(most_rows * size))
+        x = self.drafter.forward(self._backend.plan(Step(decode=tuple(tail.block(self._block) for tail in going))))
+        self._exchange.steps.drain()
+        if going:
+            self._choose(x, going, min(num_passes, size))
+        return [replace(tail.result, drafts=tuple(tail.drafts)) for tail in tails]
+
+    def _choose(self, x: torch.Tensor, going: "Sequence[_Tail]", num_drafts: int) -> None:
+        size = self._block.size
+        wanted = [i * size + j for i in range(len(going)) for j in range(num_drafts)]
+        logits = self.drafter.head(_rows(x, wanted)).float().unflatten(0, (len(going), num_drafts))
+        for number in range(1, num_drafts + 1):
+            kept = [i for i, tail in enumerate(going) if tail.wants(number, self._backend.page_size)]
+            if not kept:
+                break
+            before = torch.tensor([going[i].last for i in kept], dtype=torch.int64)
+            biased = _rows(logits[:, number - 1], kept) + self.drafter.bias(to_device(before, x.device))
+            found = choose(self._backend, biased, [going[i].row_of_next() for i in kept], self._eos_token_ids)
+            for i, (token_id, _) in zip(kept, found, strict=True):
+                going[i].drafts.append(token_id)
+
+
 def _rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return x.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), x.device))
 
@@ -125,6 +183,25 @@ class _Tail:
         # The row that produces the draft is two positions before it.
         pages, dropped = self._chunk.behind
         return self.end + number < request.limit and self.end + number - 2 - dropped < len(pages) * page_size
+
+    @property
+    def last(self) -> int:
+        """The last draft, or the last accepted token before the first draft."""
+        return self.drafts[-1] if self.drafts else self.output[-1]
+
+    def block(self, drafts: BlockDrafts) -> Chunk:
+        """Return the rows of a block, which begins with the last accepted token."""
+        pages, _ = self._chunk.behind
+        return Chunk(
+            key=self._chunk.key,
+            start=self.end,
+            token_ids=(self.output[-1], *(drafts.noise_token,) * (drafts.size - 1)),
+            # No row reads or writes a page, but the last rows may be behind the request's pages.
+            pages=(*pages, *pages[-1:] * drafts.size),
+            prompt=False,
+            num_sampled=0,
+            state_slot=self._chunk.state_slot,
+        )
 
     def row_of_next(self) -> SampledRow:
         output = [*self.output, *self.drafts]

@@ -22,6 +22,7 @@ from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.sampling.sampling import Yielded, chosen_logits, feed
 from moeyard_worker.engine.sampling.scoring import score, warm_scoring
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
+from moeyard_worker.engine.steps.drafting import BlockSpeculation
 from moeyard_worker.engine.steps.graphs import CapturedStep, StepGraphs, smallest
 from moeyard_worker.engine.steps.in_flight import InFlight, LaunchedStep, Routed, Verified
 from moeyard_worker.engine.steps.programs import ACCEPT, IDLE_DRAFT, MODEL, StepPrograms, draft_part
@@ -185,6 +186,7 @@ class GpuRunner:
             sizes = {size for size in sizes if size > MAX_PROMPT}
         for size in sorted(sizes, reverse=True):
             speculation = self._runner.speculation if self._drafts else None
+            assert not isinstance(speculation, BlockSpeculation), "DSpark runs on a CPU only"
             if not self._backend.captures_prompts:
                 plan = self._backend.plan(self._prompt_of(size))
                 # Gates do not count rows without an entry.

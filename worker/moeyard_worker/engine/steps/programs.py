@@ -24,6 +24,7 @@ import torch
 from moeyard_kernels.backend import StepBackend, StepInputs, VerifiedRows
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
+from moeyard_worker.engine.steps.drafting import BlockSpeculation
 from moeyard_worker.engine.steps.runner import Runner
 
 # Parts of a program; `draft_part` names the parts of drafts.
@@ -83,6 +84,7 @@ class StepPrograms:
     ) -> None:
         self._model, self._backend, self._sampler = runner.model, backend, sampler
         self._exchange, self._num_drafts = runner.exchange, num_drafts
+        assert not isinstance(runner.speculation, BlockSpeculation), "DSpark runs on a CPU only"
         self._drafter = None if runner.speculation is None else runner.speculation.drafter
         self.tails: Any = None
         self._hidden: torch.Tensor | None = None

@@ -19,12 +19,13 @@ from moeyard_worker.engine.sampling.sampling import (
     unsound,
 )
 from moeyard_worker.engine.sampling.scoring import Scores, read_scores, score, unsound_scores
-from moeyard_worker.engine.steps.drafting import Speculation
+from moeyard_worker.engine.steps.drafting import BlockSpeculation, Speculation
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.layers.moe import Experts
 from moeyard_worker.layers.overwriting import tensors
 from moeyard_worker.layers.routing import StepRouting
 from moeyard_worker.models.decoder import Decoder, Load
+from moeyard_worker.models.dspark import BlockDrafter
 from moeyard_worker.models.mtp import Drafter
 from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.scheduling.request import Accepted, Request
@@ -56,7 +57,7 @@ class Loaded(NamedTuple):
     """A model with its dense weights, and what makes drafts with it."""
 
     model: Decoder
-    speculation: Speculation | None
+    speculation: Speculation | BlockSpeculation | None
 
 
 class Runner:
@@ -67,7 +68,7 @@ class Runner:
     """
 
     model: Decoder
-    speculation: Speculation | None
+    speculation: Speculation | BlockSpeculation | None
 
     def __init__(
         self,
@@ -114,7 +115,13 @@ class Runner:
         )
         if spec.draft is None:
             return Loaded(model, None)
-        drafter = Drafter(spec.draft, model.more_layers[0], model=model, backend=self.backend, load=load)
+        if (block := self.config.block_drafts) is not None:
+            blocks = BlockDrafter(spec, model=model, backend=self.backend, load=load)
+            return Loaded(
+                model,
+                BlockSpeculation(blocks, config=self.config, backend=self.backend, exchange=self.exchange, block=block),
+            )
+        drafter = Drafter(spec, model.more_layers[0], model=model, backend=self.backend, load=load)
         speculation = Speculation(
             drafter,
             model=model,
@@ -147,8 +154,7 @@ class Runner:
         with self.backend.rebuilding():
             self.model.overwrite(spec, load)
             if self.speculation is not None:
-                assert spec.draft is not None, "the drafts have a layer"
-                self.speculation.drafter.overwrite(spec.draft, load)
+                self.speculation.drafter.overwrite(spec, load)
 
     @torch.inference_mode()
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -247,7 +253,7 @@ class Runner:
         ids = torch.tensor([token_id for token_id, _ in chosen], dtype=torch.int64)
         found = chosen_logits(logits, ids.to(logits.device))
         results = accepted(fed, chosen, errors_of(rows))
-        if num_drafts:
+        if num_drafts or isinstance(self.speculation, BlockSpeculation):
             assert self.speculation is not None, "drafts need a layer that makes them"
             results = self.speculation.draft(
                 fed, plan, hidden, requests, rows, results, num_passes=num_drafts, most_rows=most_rows
