@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from tests.scripts import loaded
 
@@ -44,6 +45,16 @@ def test_torch_is_pinned_to_the_version_with_a_cpu_build(pins: dict[str, str]) -
     assert (pins["torch"], pins["triton"]) == ("2.13.0", "3.7.1")
 
 
+def test_supported_pythons_agree(bootstrap: ModuleType) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = SpecifierSet(project["requires-python"])
+    minors = [minor for minor in range(30) if wanted.contains(f"3.{minor}.1")]
+    assert ((3, minors[0]), (3, minors[-1])) == (bootstrap.OLDEST, bootstrap.NEWEST)
+    assert f"(3, {minors[0]}) <= sys.version_info[:2] <= (3, {minors[-1]})" in (ROOT / "Makefile").read_text()
+    named = [line for line in project["classifiers"] if "Python" in line]
+    assert named == [f"Programming Language :: Python :: 3.{minor}" for minor in minors]
+
+
 def test_stamp_follows_the_pins(bootstrap: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "deploy").mkdir()
     for name in ("pyproject.toml", "deploy/constraints.txt"):
@@ -76,6 +87,8 @@ def test_make_passes_once_and_arguments() -> None:
         ["make", "-n", "test", "ARGS=-x"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert "-m pytest -x" in plan
+    plan = subprocess.run(["make", "-n", "versions", "ARGS=-l"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "bin/nox -l" in plan.stdout
 
 
 def test_prometheus_is_optional_without_apt_get(tmp_path: Path) -> None:

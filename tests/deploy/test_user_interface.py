@@ -304,8 +304,8 @@ def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_findings_of_the_doctor() -> None:
-    assert check_python("3.13.1", ">=3.11,<3.13").level == "problem"
-    assert check_python("3.12.4", ">=3.11,<3.13").level == "ok"
+    assert check_python("3.14.1", ">=3.11,<3.14").level == "problem"
+    assert check_python("3.13.4", ">=3.11,<3.14").level == "ok"
     versions = {"ray": "2.40", "torch": "2.11"}
     requires = ["ray>=2.50,<3", "torch>=2.11", "zmq", "winloop; platform_system == 'Windows'", "ruff; extra == 'dev'"]
     levels = [(f.subject, f.level) for f in check_packages(requires, versions.get)]

@@ -26,6 +26,7 @@ def test_workers_get_only_requests_they_can_run(start, pool, wait_for):
     wait_for(lambda: inflight(service)["inflight"] == 12, "the router must accept all requests")
     # Each rank runs two and holds a ready one.
     held = 2 * (2 + ready_sequences(2, 128))
+    wait_for(lambda: len(service.submits) >= held, "the workers must get what they can run")
     assert (len(service.submits), inflight(service)["waiting"]) == (held, 12 - held)
     assert "moeyard_num_requests_queued{" in service.client.get("/metrics").text
     for worker in service.workers:
