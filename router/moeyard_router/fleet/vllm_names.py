@@ -55,8 +55,12 @@ _VLLM_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 _ENGINE = "0"
 # Routes whose answers vLLM does not count.
-_PROBES = frozenset(("/metrics", "/metrics/targets", "/livez", "/readyz", "/ping", "/load", "/version"))
-_PROBES |= {"/health", "/health_generate"}
+_PROBES = frozenset(
+    (
+        *("/livez", "/readyz", "/health", "/health_generate", "/ping"),
+        *("/metrics", "/metrics/targets", "/load", "/version"),
+    )
+)
 
 
 class VllmAliases(Collector):
