@@ -23,6 +23,7 @@ from moeyard_worker.engine.steps.runner import Runner
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "deepseek_v2": {"q_lora_rank": None},
+    "deepseek_v4": {},
     "kimi_k25": {},
     "qwen3_moe": {"mlp_only_layers": [1], "attention_bias": True, "tie_word_embeddings": True},
     "qwen3_next": {},
@@ -136,7 +137,7 @@ def test_an_interrupted_save_is_not_continued_with_other_parameters(
         model.save(tmp_path / "new")
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "olmoe"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4", "olmoe"])
 def test_replayed_routing(tmp_path: Path, family: str) -> None:
     """A given choice equal to the model's own keeps the bits. Another choice gives the formula's value."""
     make_checkpoint(tmp_path, family)

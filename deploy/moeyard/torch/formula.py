@@ -13,7 +13,17 @@ import torch
 import torch.nn.functional as F
 
 from moeyard_kernels.types.gate import Chosen, ExpertParts, GateRule
-from moeyard_kernels.types.layers import GateLayer, GdnLayer, GqaLayer, KdaLayer, MlaLayer
+from moeyard_kernels.types.layers import (
+    CompressedLayer,
+    GateLayer,
+    GdnLayer,
+    GqaLayer,
+    HyperLayer,
+    HyperMix,
+    KdaLayer,
+    MlaLayer,
+    Pooling,
+)
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.layers.weights import Weight
@@ -49,10 +59,13 @@ class SequencePlan:
 
 def routing_weights(logits: torch.Tensor, ids: torch.Tensor, rule: GateRule) -> torch.Tensor:
     """Return the weights [T, K] of given experts `ids` [T, K] under logits [T, E]; `ops.topk_gate` has the formula."""
-    softmax = rule.scoring == "softmax"
-    weights = (logits.softmax(-1) if softmax else logits.sigmoid()).gather(1, ids)
+    if rule.scoring == "softmax":
+        scores, least = logits.softmax(-1), 0.0
+    else:
+        scores, least = logits.sigmoid() if rule.scoring == "sigmoid" else F.softplus(logits).sqrt(), 1e-20
+    weights = scores.gather(1, ids)
     if rule.renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + (0.0 if softmax else 1e-20))
+        weights = weights / (weights.sum(-1, keepdim=True) + least)
     return weights * rule.scaling
 
 
@@ -61,8 +74,9 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 
 
 def _silu_mul(gate_up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
-    assert limit is None, "the module refuses models with a limit"
     gate, up = gate_up.chunk(2, -1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate) * up
 
 
@@ -161,6 +175,101 @@ class _Kda:
         return _rms_norm(out, layer.norm, layer.eps).flatten(1) * F.linear(gate, layer.wide[1]).sigmoid()
 
 
+class _Compressed:
+    """DeepSeek-V4's attention. Its indexer chooses entries by these scores, which have no gradient."""
+
+    def __init__(self, layer: CompressedLayer) -> None:
+        self._layer = layer
+
+    def attend(self, x: torch.Tensor, q: torch.Tensor, kv: torch.Tensor, plan: SequencePlan) -> torch.Tensor:
+        layer, rows = self._layer, plan.positions
+        heads, dim = layer.num_heads, layer.head_dim
+        queries = q[:, : heads * dim].unflatten(1, (heads, dim))
+        queries = self._turned(_rms_norm(queries, queries.new_ones(dim), layer.eps), rows)
+        keys = self._turned(kv.unsqueeze(1), rows).squeeze(1)
+        distance = rows[:, None] - rows
+        seen = (distance >= 0) & (distance < layer.window)
+        if layer.pooling is not None:
+            assert layer.compress is not None, "pooling has values and gates"
+            parts = F.linear(x, layer.compress.data)
+            width = 2 * layer.pooling.bias.shape[1]
+            entries = self._pooled(parts[:, :width], layer.pooling)
+            ended = torch.arange(entries.shape[0], device=x.device) < ((rows + 1) // layer.pooling.ratio)[:, None]
+            if layer.indexer is not None:
+                with torch.no_grad():
+                    ended = ended & self._chosen(parts[:, width:], q[:, heads * dim :], ended, rows)
+            keys, seen = torch.cat((keys, entries)), torch.cat((seen, ended), 1)
+        scores = torch.einsum("thd,nd->thn", queries, keys) * dim**-0.5
+        scores = scores.masked_fill(~seen.unsqueeze(1), float("-inf"))
+        sink = layer.sink.view(1, -1, 1).expand(rows.shape[0], -1, 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+        out = self._turned(torch.einsum("thn,nd->thd", weights, keys), rows, back=True)
+        groups = out.reshape(rows.shape[0], layer.o_a.shape[0], -1)
+        return torch.einsum("tgi,gri->tgr", groups, layer.o_a).flatten(1)
+
+    def _turned(self, x: torch.Tensor, positions: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+        """Rotate the last values of each head of x [T, heads, D] in pairs (2 i, 2 i + 1), or undo that."""
+        cos, sin = self._layer.rope[positions].to(x.dtype).unsqueeze(1).chunk(2, -1)
+        kept, turned = x.split((x.shape[2] - 2 * cos.shape[2], 2 * cos.shape[2]), -1)
+        first, second = turned[..., 0::2], turned[..., 1::2]
+        sin = -sin if back else sin
+        pairs = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
+        return torch.cat((kept, pairs.flatten(-2)), -1)
+
+    def _pooled(self, parts: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+        """Return the entries [n, D] of all whole blocks of values and gates [T, 2 C]."""
+        ratio, dim = pooling.ratio, pooling.norm.shape[0]
+        count = parts.shape[0] // ratio
+        values, gates = parts[: count * ratio].unflatten(0, (count, ratio)).chunk(2, 2)
+        gates = gates + pooling.bias
+        if pooling.overlaps:
+            # The first half of a block's columns belongs to the next entry. The first entry has no block before.
+            none = values.new_zeros(1, ratio, dim)
+            before = torch.cat((none, values[:-1, :, :dim])), torch.cat((none - float("inf"), gates[:-1, :, :dim]))
+            values, gates = (
+                torch.cat((a[:count], b[..., dim:]), 1) for a, b in zip(before, (values, gates), strict=True)
+            )
+        entries = _rms_norm((gates.softmax(1) * values).sum(1), pooling.norm, self._layer.eps)
+        return self._turned(entries.unsqueeze(1), torch.arange(count, device=parts.device) * ratio).squeeze(1)
+
+    def _chosen(
+        self, parts: torch.Tensor, q: torch.Tensor, ended: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return bool [T, n]: the best of the entries that have `ended`, ties by lower index."""
+        indexer = self._layer.indexer
+        assert indexer is not None, "the caller has it"
+        heads, width = indexer.num_heads, 2 * indexer.pooling.bias.shape[1]
+        index = self._pooled(parts[:, :width], indexer.pooling)
+        wanted = self._turned(q.unflatten(1, (heads, -1)), positions)
+        scores = torch.einsum("thd,nd->thn", wanted, index).relu() * index.shape[1] ** -0.5
+        total = (scores * parts[:, width:].unsqueeze(-1)).sum(1) * heads**-0.5
+        best = total.masked_fill(~ended, float("-inf")).sort(dim=1, descending=True, stable=True).indices
+        return torch.zeros_like(ended).scatter_(1, best[:, : indexer.top_k], True)
+
+
+class _HyperSite:
+    """`HyperSite` of streams [T, S, H]; `ops.hyper_connections` has the formulas."""
+
+    def __init__(self, layer: HyperLayer) -> None:
+        self._layer = layer
+
+    def enter(self, streams: torch.Tensor) -> tuple[torch.Tensor, HyperMix | None]:
+        site, count, flat = self._layer, streams.shape[1], streams.flatten(1)
+        mixed = F.linear(flat, site.weight.data) * (flat.square().mean(-1, keepdim=True) + site.rms_eps).rsqrt()
+        before = (mixed[:, :count] * site.scale[0] + site.base[:count]).sigmoid() + site.eps
+        rows = _rms_norm((before.unsqueeze(-1) * streams).sum(1), site.norm, site.rms_eps)
+        if mixed.shape[1] == count:
+            return rows, None
+        post = (mixed[:, count : 2 * count] * site.scale[1] + site.base[count : 2 * count]).sigmoid() * 2
+        comb = (mixed[:, 2 * count :] * site.scale[2] + site.base[2 * count :]).unflatten(1, (count, count))
+        comb = comb.softmax(-1) + site.eps
+        comb = comb / (comb.sum(-2, keepdim=True) + site.eps)
+        for _ in range(site.iterations - 1):
+            comb = comb / (comb.sum(-1, keepdim=True) + site.eps)
+            comb = comb / (comb.sum(-2, keepdim=True) + site.eps)
+        return rows, HyperMix(post=post, comb=comb)
+
+
 def _convolved(x: torch.Tensor, conv: torch.Tensor) -> torch.Tensor:
     """Return silu of the causal convolution of x [T, C] by conv [C, K], over zeros before the first row."""
     padded = F.pad(x, (0, 0, conv.shape[1] - 1, 0)).t().unsqueeze(0)
@@ -209,6 +318,8 @@ class FormulaBackend:
     mla = staticmethod(_Mla)
     gdn = staticmethod(_Gdn)
     kda = staticmethod(_Kda)
+    compressed = staticmethod(_Compressed)
+    hyper_site = staticmethod(_HyperSite)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -247,11 +358,23 @@ class FormulaBackend:
     def reduce_add_norm(
         self, parts: ExpertParts, residual: torch.Tensor, norm: torch.Tensor, eps: float, plan: SequencePlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        total = (parts.routed * parts.weights.unsqueeze(-1)).sum(1)
-        if parts.shared is not None:
-            gate = parts.shared_gate
-            total = total + (parts.shared if gate is None else parts.shared * gate.unsqueeze(1).sigmoid())
-        return self.add_rms_norm(total, residual, norm, eps)
+        return self.add_rms_norm(_reduced(parts), residual, norm, eps)
+
+    def hyper_leave(
+        self, result: torch.Tensor | ExpertParts, streams: torch.Tensor, mix: HyperMix, site: Any, plan: SequencePlan
+    ) -> tuple[torch.Tensor, torch.Tensor, HyperMix | None]:
+        result = _reduced(result) if isinstance(result, ExpertParts) else result
+        streams = mix.post.unsqueeze(-1) * result.unsqueeze(1) + torch.einsum("tjk,tjh->tkh", mix.comb, streams)
+        return streams, *site.enter(streams)
+
+
+def _reduced(parts: ExpertParts) -> torch.Tensor:
+    """Return the sum of all results [T, H]."""
+    total = (parts.routed * parts.weights.unsqueeze(-1)).sum(1)
+    if parts.shared is None:
+        return total
+    gate = parts.shared_gate
+    return total + (parts.shared if gate is None else parts.shared * gate.unsqueeze(1).sigmoid())
 
 
 class FormulaExperts:
@@ -261,7 +384,7 @@ class FormulaExperts:
     all_resident = True
 
     def __init__(self, spec: ModelSpec, load: Callable[[Weight], Any]) -> None:
-        self._spec, self._load = spec, load
+        self._spec, self._load, self._limit = spec, load, spec.config.swiglu_limit
         self._loaded: dict[tuple[int, int], tuple[Matrix, Matrix]] = {}
 
     def _matrices(self, layer: int, expert: int) -> tuple[Matrix, Matrix]:
@@ -282,7 +405,7 @@ class FormulaExperts:
         for expert, pairs in zip(*_groups(ids, order), strict=True):
             gate_up, down = self._matrices(layer, expert)
             x = rows.index_select(0, pairs // top_k)
-            outputs.append(F.linear(_silu_mul(F.linear(x, gate_up.data)), down.data))
+            outputs.append(F.linear(_silu_mul(F.linear(x, gate_up.data), self._limit), down.data))
         return torch.cat(outputs).index_select(0, order.argsort()).view(rows.shape[0], top_k, -1)
 
 

@@ -18,6 +18,7 @@ from moeyard.torch.formula import FormulaBackend, FormulaExperts, SequencePlan
 from moeyard.torch.sample import Sample
 from moeyard.torch.served import Results, run_samples
 from moeyard_kernels.backend import Backend, StepPlan
+from moeyard_kernels.types.layers import GRANULE
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_worker.checkpoint.converting import is_quantized
 from moeyard_worker.checkpoint.identity import CONFIG_NAME
@@ -46,8 +47,11 @@ class TrainableModel(torch.nn.Module):
         are then float64, and the forward uses the formula of the backward.
     max_model_len: the value of `moeyard serve --max-model-len`, for rotations that depend on it.
 
-    Raises CheckpointError for a bad checkpoint. Raises ValueError for quantised weights and DeepSeek-V4, and on a CPU
-    without the environment that keeps bits.
+    DeepSeek-V4: the backward's formula repeats the indexer's choice of entries in its own dtype. Tables of experts by
+    token id are no parameters.
+
+    Raises CheckpointError for a bad checkpoint. Raises ValueError for quantised weights, and on a CPU without the
+    environment that keeps bits.
     """
 
     def __init__(
@@ -57,8 +61,6 @@ class TrainableModel(torch.nn.Module):
         self.config = load_model_config(directory, max_model_len)
         if is_quantized(self.config):
             raise ValueError(f"{directory}: quantised weights cannot be trained; `moeyard dequantize` makes plain ones")
-        if self.config.hyper is not None:
-            raise ValueError(f"{directory}: {self.config.family} has no formula for gradients yet")
         if device == "cpu" and (missing := missing_cpu_environment()):
             raise ValueError(
                 f"bits may differ from a server's without {' '.join(missing)}: call set_cpu_environment of "
@@ -71,7 +73,13 @@ class TrainableModel(torch.nn.Module):
         self._checkpoint = open_checkpoint(directory, self.config)
         entries, place = self._checkpoint.index.entries, self._backend().device
         self._reader = Reader(entries)
+        # Ids, which are no parameters.
+        self._ids: dict[str, torch.Tensor] = {}
         for key in self._checkpoint.spec.expected():
+            if not (stored := DTYPES[entries[key].dtype]).is_floating_point:
+                self._ids[key] = torch.empty(entries[key].shape, dtype=stored)
+                self._reader.copy(key, self._ids[key])
+                continue
             value = torch.empty(entries[key].shape, dtype=torch.float64 if self._exact else torch.float32)
             self._reader.copy(key, value)
             self._register(key, value.to(place))
@@ -146,7 +154,8 @@ class TrainableModel(torch.nn.Module):
         """Return the weights of the model, read from `values` instead of the files."""
 
         def read(key: str, out: torch.Tensor, begin: int = 0) -> None:
-            out.copy_(values[key].flatten()[begin : begin + out.numel()].view(out.shape))
+            value = self._ids[key] if key in self._ids else values[key]
+            out.copy_(value.flatten()[begin : begin + out.numel()].view(out.shape))
 
         return CheckpointWeights(self._checkpoint, backend=cast(Backend, backend), dtype=dtype, read=read)
 
@@ -180,7 +189,7 @@ class _Formula:
         self._weights = model._weights(values, backend, dtype)
         # Each loaded weight, and the leaf that the model uses in its place.
         self.loaded: list[tuple[torch.Tensor, torch.Tensor]] = []
-        sizes = {"num_pages": 1, "page_size": 1, "num_slots": 1}  # the formula keeps no state
+        sizes = {"num_pages": 1, "page_size": GRANULE, "num_slots": 1}  # the formula keeps no state
         self._decoder = Decoder(
             spec,
             backend=cast(Backend, backend),
