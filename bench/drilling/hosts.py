@@ -24,6 +24,7 @@ from drilling.server import source_path
 NETWORK = "10.77.0"
 CLONE_NEWNET = 0x40000000  # sched.h
 BRIDGE = "bridge"
+CHECKOUT = Path(__file__).resolve().parents[2]
 # First process of a host, like Docker's `init: true`: it forwards SIGTERM, reaps, and exits with its only child.
 INIT = '"$@" & p=$!; trap "kill -TERM $p" TERM; wait $p; c=$?; [ $c -lt 128 ] || { wait $p; c=$?; }; exit $c'
 
@@ -121,12 +122,16 @@ class Network:
     def separate(self, name: str, command: Sequence[str]) -> list[str]:
         """Return a command line that runs `command` as the first process of a host.
 
-        Host name, process ids, /tmp and /dev/shm are the host's own. All processes end with the first one.
+        Host name, process ids, /tmp and /dev/shm are the host's own; /tmp shows nothing but the checkout, if it is
+        there. All processes end with the first one.
         """
         # Mount the names first, because their files may lie in the /tmp that is hidden next.
         inside = [f"hostname {name}", *(f"mount --bind {file} {path}" for path, file in self._names.items())]
+        hide = ["mount -t tmpfs tmpfs /tmp"]
+        if CHECKOUT.is_relative_to("/tmp"):
+            hide = [f"mount --bind {CHECKOUT} /mnt", *hide, f"mkdir -p {CHECKOUT}", f"mount --bind /mnt {CHECKOUT}"]
         inside += [
-            "mount -t tmpfs tmpfs /tmp",
+            *hide,
             "mount -t tmpfs -o size=1g tmpfs /dev/shm",
             f"exec bash -c '{INIT}' init \"$@\"",
         ]

@@ -189,7 +189,7 @@ def test_dead_ray_address() -> None:
         (["serve", "--allowed-origins", "chat.example.com"], ["--allowed-origins", "chat.example.com", "https://"]),
         (["serve", "--log-level", "loud"], ["--log-level", "loud", "warning"]),
         (["serve", "--speculate", "mtp", "--draft-tokens", "6"], ["--draft-tokens", "'6' is not auto", "1 to 5"]),
-        (["serve", "--speculate", "mtp", "--draft-tokens", "4"], ["--draft-tokens must be in [1, 3] with --speculate"]),
+        (["serve", "--speculate", "mtp", "--draft-tokens", "4"], ["--draft-tokens must be in [1, 3] for mtp, got 4"]),
         (
             ["serve", "--speculate", "mtp", "--max-num-seqs", "9", "--max-batch-tokens", "17"],
             ["--max-num-seqs 9", "--draft-tokens auto", "36 rows", "--max-batch-tokens 17"],

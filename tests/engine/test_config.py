@@ -57,8 +57,8 @@ def test_engine_sizes_are_positive(name: str, value: int) -> None:
         ({"speculate": "eagle"}, "speculate 'eagle' is not one of mtp"),
         ({"draft_tokens": 0}, r"draft_tokens must be in \[1, 5\], got 0"),
         ({"draft_tokens": 6}, r"draft_tokens must be in \[1, 5\], got 6"),
-        ({"speculate": "mtp", "draft_tokens": 4}, r"draft_tokens must be in \[1, 3\] with speculate mtp, got 4"),
-        ({"speculate": "dspark", "draft_tokens": 6}, r"draft_tokens must be in \[1, 5\] with speculate dspark, got 6"),
+        ({"speculate": "mtp", "draft_tokens": 4}, r"draft_tokens must be in \[1, 3\] for mtp, got 4"),
+        ({"speculate": "dspark", "draft_tokens": 6}, r"draft_tokens must be in \[1, 5\] for dspark, got 6"),
         ({"speculate": "mtp", "max_batch_tokens": 128}, "64 with draft_tokens auto needs 256 rows of a step.* 128"),
         (
             {"speculate": "mtp", "draft_tokens": 1, "max_num_seqs": 9, "max_batch_tokens": 17},

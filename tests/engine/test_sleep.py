@@ -51,6 +51,23 @@ def held(rank: Rank) -> int:
     return sum(each.untyped_storage().nbytes() if each.layout == torch.strided else 1 for each in (*states, *slots))
 
 
+def test_level_1_needs_room_for_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on a CPU copies nothing. One on a GPU copies its weights, and level 2 does not.
+
+    This test comes first, because `case` may leave a GPU's steps behind.
+    """
+    path = make_checkpoint(tmp_path / "a", "qwen3_moe")
+    with Rank(path, **SIZES, dtype="float32") as rank:
+        monkeypatch.setattr(moeyard_worker.engine.assembly.worker, "available_memory", lambda: 1000)
+        rank.worker.check_sleep(1)
+        monkeypatch.undo()
+    with gpu_steps(), Rank(path, **SIZES, **PLACE) as rank:
+        monkeypatch.setattr(moeyard_worker.engine.assembly.worker, "available_memory", lambda: 1000)
+        with pytest.raises(ValueError, match=r"rank 0: level 1 copies .* to host memory, which has 1000 B; level 2"):
+            rank.worker.check_sleep(1)
+        rank.worker.check_sleep(2)
+
+
 def test_answers_after_sleep_are_those_of_before(case: tuple[dict[str, Any], list[Path]]) -> None:
     options, (a, b) = case
     with Rank(b, **SIZES, **options) as fresh:
@@ -94,20 +111,6 @@ def test_rank_that_cannot_sleep_says_so(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(ValueError, match="rank 0: it may not"):
             rank.worker.check_sleep(1)
         assert answers(rank)
-
-
-def test_level_1_needs_room_for_its_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank on a CPU copies nothing. One on a GPU copies its weights, and level 2 does not."""
-    path = make_checkpoint(tmp_path / "a", "qwen3_moe")
-    with Rank(path, **SIZES, dtype="float32") as rank:
-        monkeypatch.setattr(moeyard_worker.engine.assembly.worker, "available_memory", lambda: 1000)
-        rank.worker.check_sleep(1)
-        monkeypatch.undo()
-    with gpu_steps(), Rank(path, **SIZES, **PLACE) as rank:
-        monkeypatch.setattr(moeyard_worker.engine.assembly.worker, "available_memory", lambda: 1000)
-        with pytest.raises(ValueError, match=r"rank 0: level 1 copies .* to host memory, which has 1000 B; level 2"):
-            rank.worker.check_sleep(1)
-        rank.worker.check_sleep(2)
 
 
 def test_memory_goes_back_to_the_system(tmp_path: Path) -> None:

@@ -329,7 +329,7 @@ def _require_speculation(config: EngineConfig) -> None:
     """Raise ValueError for invalid settings of speculation."""
     most, name = MAX_DRAFTS, ""
     if config.speculate is not None:
-        most, name = SPECULATIONS[config.speculate], f" with speculate {config.speculate}"
+        most, name = SPECULATIONS[config.speculate], f" for {config.speculate}"
     if config.draft_tokens is not None and not 1 <= config.draft_tokens <= most:
         raise ValueError(f"draft_tokens must be in [1, {most}]{name}, got {config.draft_tokens}")
     if config.speculate is None:
