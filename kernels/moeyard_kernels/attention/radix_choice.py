@@ -47,7 +47,7 @@ def least_chosen(p_row, i_count, TOP, BN: tl.constexpr):
 
 @triton.jit
 def take(p_row, o_n, i_count, i_least, i_need, i_taken, i_equal):
-    """Choose among the scores o_n, of which i_taken are chosen before, and i_equal that equal the least one.
+    """Choose among the scores o_n. i_taken scores before them are chosen, and i_equal scores equal the least one.
 
     Return where they are chosen, their numbers among all chosen ones, and both totals.
     """

@@ -28,7 +28,7 @@ _PIECE = 512 * 1024
 
 
 class _Heads:
-    """What happens to the rows of a layer in front of the sums over keys and behind them."""
+    """Queries and keys of a layer in front of the sums over keys, and the output projection behind them."""
 
     def __init__(self, layer: CompressedLayer) -> None:
         # The packed matrices below replace o_a.

@@ -94,10 +94,7 @@ class Speculation:
         if not going:
             return
         self._exchange.steps.drain()
-        rows = [tail.row_of_next() for tail in going]
-        found = choose(self._backend, self.drafter.head(x).float(), rows, self._eos_token_ids)
-        for tail, (token_id, _) in zip(going, found, strict=True):
-            tail.drafts.append(token_id)
+        _extend(going, self.drafter.head(x).float(), self._backend, self._eos_token_ids)
 
 
 class BlockSpeculation:
@@ -149,9 +146,14 @@ class BlockSpeculation:
                 break
             before = torch.tensor([going[i].last for i in kept], dtype=torch.int64)
             biased = _rows(logits[:, number - 1], kept) + self.drafter.bias(to_device(before, x.device))
-            found = choose(self._backend, biased, [going[i].row_of_next() for i in kept], self._eos_token_ids)
-            for i, (token_id, _) in zip(kept, found, strict=True):
-                going[i].drafts.append(token_id)
+            _extend([going[i] for i in kept], biased, self._backend, self._eos_token_ids)
+
+
+def _extend(tails: "Sequence[_Tail]", logits: torch.Tensor, backend: Backend, eos_token_ids: tuple[int, ...]) -> None:
+    """Add a draft to each tail, chosen by its row of logits [tails, V] fp32."""
+    found = choose(backend, logits, [tail.row_of_next() for tail in tails], eos_token_ids)
+    for tail, (token_id, _) in zip(tails, found, strict=True):
+        tail.drafts.append(token_id)
 
 
 def _rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
