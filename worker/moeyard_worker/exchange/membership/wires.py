@@ -233,16 +233,15 @@ class Wires:
         """Wait up to `timeout` seconds until `drain` files something; return whether it did.
 
         Other events (strangers, the second sign of an end that is known) do not end the wait: a last look that they
-        cut short would accuse a living peer.
+        cut short would accuse a living peer. ZMQ's own clock may end a wait a little early.
         """
         limit = perf_counter() + timeout
-        while self._poller.poll(int(timeout * 1000) + 1 if timeout > 0 else 0):
-            if self.drain():
+        while True:
+            if self._poller.poll(int(timeout * 1000) + 1 if timeout > 0 else 0) and self.drain():
                 return True
             timeout = limit - perf_counter()
             if timeout <= 0:
                 return False
-        return False
 
     def drain(self) -> bool:
         """File events into `inbox` and `lost`; return whether there were any. Never blocks.
