@@ -34,12 +34,14 @@ from kernel_cases.model_steps import MODELS
 from kernel_times import Selection, all_cases
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from moeyard_kernels.linear_attention.delta_step import TwoLaunches
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+TARGET = GPUTarget("cuda", 90, 32)
 # The properties of an H200 that the wrappers read.
 DEVICE = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
 
@@ -48,7 +50,7 @@ class Driver:
     """The driver functions that Triton calls before a launch."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return TARGET
 
     def get_current_device(self) -> int:
         return 0
@@ -101,7 +103,7 @@ def serialized(ptx: str) -> bool:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [triton.knobs.nvidia.ptxas.path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
+        command = [get_ptxas(TARGET.arch).path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
         output = subprocess.run(command, capture_output=True, text=True)
         assert output.returncode == 0, output.stderr
     return "(C751" in output.stdout + output.stderr

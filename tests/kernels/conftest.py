@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 # Seconds of one core that a GPU test's kernels need to build with an empty cache, for the slowest files. They are the
@@ -84,6 +85,18 @@ def fused_multiply_add(monkeypatch: pytest.MonkeyPatch) -> None:
         return TensorHandle(bits.view(np.float64).astype(np.float32), z.dtype.scalar)
 
     monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)
+
+
+@pytest.fixture(autouse=True)
+def comparisons_are_booleans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give comparisons of scalars the type that Triton 3.9's interpreter asks of masks; it keeps the operands' type."""
+    operate = InterpreterBuilder.binary_op
+
+    def binary_op(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, op: object) -> TensorHandle:
+        found = operate(self, lhs, rhs, op)
+        return TensorHandle(found.data, tl.int1) if found.data.dtype == np.bool_ else found
+
+    monkeypatch.setattr(InterpreterBuilder, "binary_op", binary_op)
 
 
 def sum_in_order(x: np.ndarray, y: np.ndarray, acc: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moeyard_kernels.attention.mla_decode_hopper import sum_over_keys
+from moeyard_kernels.common.gluon import load_rows
 
 # Two barriers each, for blocks 0 and 1 of a pair: the left and the right half of the keys have arrived. Group 0 and
 # group 1 are done with the block. Its weights are ready. One barrier each: the queries have arrived, and ready are the
@@ -106,7 +107,7 @@ def _copy_half(p_row, m_row, s_x, FIRST: gl.constexpr, L: gl.constexpr):
     o_d = FIRST + gl.arange(0, 256, gl.SliceLayout(0, L))
     # Rows begin at multiples of 16 bytes. The compiler cannot know that of rows from several tensors.
     p_x = gl.multiple_of(p_row[:, None] + o_d[None, :], [1, 16])
-    async_copy.async_copy_global_to_shared(s_x, p_x, mask=m_row[:, None])
+    load_rows(s_x, p_x, mask=m_row[:, None])
 
 
 @gluon.jit

@@ -10,10 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from moeyard_kernels.common.gluon import load_block
 
 # Registers per thread: of the compiled kernel, and of the second group and the copying warp after the warps specialize
 # (the first group gets the rest).
@@ -36,9 +37,9 @@ def _copy(
     """Fill each buffer when it is free (f_*) and signal that it is full (e_*)."""
     mbarrier.expect(e_q, 128 * (D1 + D2) * 2)
     for g in gl.static_range(2):
-        tma.async_copy_global_to_shared(d_q, [i_q + g * 64, i_col_q], e_q, s_q.index(g))
+        load_block(d_q, [i_q + g * 64, i_col_q], e_q, s_q.index(g))
         if D2 > 0:
-            tma.async_copy_global_to_shared(d_q2, [i_q + g * 64, i_col_q], e_q, s_q2.index(g))
+            load_block(d_q2, [i_q + g * 64, i_col_q], e_q, s_q2.index(g))
     for i_n in range(num_blocks):
         i_buffer, phase = i_n % STAGES, (i_n // STAGES) & 1
         i_row = i_base + i_n * BN
@@ -46,12 +47,12 @@ def _copy(
             i_row = i_base + gl.load(p_pages + i_n * BN // PAGE) * PAGE + i_n * BN % PAGE
         mbarrier.wait(f_k.index(i_buffer), phase ^ 1)
         mbarrier.expect(e_k.index(i_buffer), BN * (D1 + D2) * 2)
-        tma.async_copy_global_to_shared(d_k, [i_row, i_col_k], e_k.index(i_buffer), s_k.index(i_buffer))
+        load_block(d_k, [i_row, i_col_k], e_k.index(i_buffer), s_k.index(i_buffer))
         if D2 > 0:
-            tma.async_copy_global_to_shared(d_k2, [i_row, i_col_k2], e_k.index(i_buffer), s_k2.index(i_buffer))
+            load_block(d_k2, [i_row, i_col_k2], e_k.index(i_buffer), s_k2.index(i_buffer))
         mbarrier.wait(f_v.index(i_buffer), phase ^ 1)
         mbarrier.expect(e_v.index(i_buffer), BN * DV * 2)
-        tma.async_copy_global_to_shared(d_v, [i_row, i_col_v], e_v.index(i_buffer), s_v.index(i_buffer))
+        load_block(d_v, [i_row, i_col_v], e_v.index(i_buffer), s_v.index(i_buffer))
 
 
 @gluon.jit

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
+from moeyard_kernels.common.gluon import load_rows, reinterpret
 
 
 @gluon.jit
@@ -89,8 +90,8 @@ def _copy_block(
         p_latent = p_kv + (i_page * PAGE + o_n % PAGE)[:, None] * (R + D) + o_r[None, :]
         i_page_k = gl.load(p_pages + (i_n + o_k) // PAGE, mask=i_n + o_k < i_high, other=0).to(gl.int64)
         p_rope = p_kv + (i_page_k * PAGE + o_k % PAGE)[:, None] * (R + D) + R + o_d[None, :]
-    async_copy.async_copy_global_to_shared(s_kv, p_latent, mask=(i_n + o_n < i_high)[:, None])
-    async_copy.async_copy_global_to_shared(s_k, p_rope, mask=(i_n + o_k < i_high)[:, None])
+    load_rows(s_kv, p_latent, mask=(i_n + o_n < i_high)[:, None])
+    load_rows(s_k, p_rope, mask=(i_n + o_k < i_high)[:, None])
     async_copy.commit_group()
 
 
@@ -234,7 +235,7 @@ def mla_decode_hopper_kernel(
             let_next_begin()
         async_copy.wait_group(0)
         # The keys' buffer is free. Through it, each lane gets all sums of a row.
-        s_l = s_kv._reinterpret(gl.float32, [R // BM, BN, BM] if SWAP else [R // BM, BM, BN], L_SCRATCH)
+        s_l = reinterpret(s_kv, gl.float32, [R // BM, BN, BM] if SWAP else [R // BM, BM, BN], L_SCRATCH)
         s_l.index(0).store(b_l)
         s_l.index(1).store(b_l2)
         b_sum = sum_over_keys(s_l.index(0).load(L_L), BM, BN, LOG2_BN, AXIS)

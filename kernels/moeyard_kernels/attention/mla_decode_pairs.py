@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -19,6 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.attention.mla_decode_hopper import find_work, sum_over_keys, work_ends
 from moeyard_kernels.common import launch
+from moeyard_kernels.common.gluon import load_block
 
 # Two barriers each, for blocks 0 and 1 of a pair: the left and the right half of the keys have arrived. Group 0 and
 # group 1 are done with the block. Its weights are ready. One barrier each: the queries have arrived, and ready are the
@@ -66,20 +66,20 @@ def _producer(
             # Group 0 has used the weights of the last block, so no group computes scores now.
             mbarrier.wait(bars.index(DONE0 + 1), (n_pair & 1) ^ 1)
             mbarrier.expect(bars.index(QUERIES), 64 * 576 * 2)
-            tma.async_copy_global_to_shared(d_q, [i_b * M + i_tile, 0], bars.index(QUERIES), s_q0.index(0))
-            tma.async_copy_global_to_shared(d_q, [i_b * M + i_tile, 256], bars.index(QUERIES), s_q1.index(0))
-            tma.async_copy_global_to_shared(d_qr, [i_b * M + i_tile, 0], bars.index(QUERIES), s_qr.index(0))
+            load_block(d_q, [i_b * M + i_tile, 0], bars.index(QUERIES), s_q0.index(0))
+            load_block(d_q, [i_b * M + i_tile, 256], bars.index(QUERIES), s_q1.index(0))
+            load_block(d_qr, [i_b * M + i_tile, 0], bars.index(QUERIES), s_qr.index(0))
         for i_n in range(i_low, i_high, 128):
             free = (n_pair & 1) ^ 1
             for g in gl.static_range(2):
                 i_page = gl.load(p_pages + i_n // 64 + g, mask=i_n + 64 * g < i_high, other=0)
                 mbarrier.wait(bars.index(DONE0 + g), free)
                 mbarrier.expect(bars.index(LEFT + g), 64 * 256 * 2)
-                tma.async_copy_global_to_shared(d_latent, [i_page * 64, 0], bars.index(LEFT + g), s_left.index(g))
+                load_block(d_latent, [i_page * 64, 0], bars.index(LEFT + g), s_left.index(g))
                 mbarrier.wait(bars.index(DONE1 + g), free)
                 mbarrier.expect(bars.index(RIGHT + g), 64 * 320 * 2)
-                tma.async_copy_global_to_shared(d_latent, [i_page * 64, 256], bars.index(RIGHT + g), s_right.index(g))
-                tma.async_copy_global_to_shared(d_rope, [i_page * 64, 512], bars.index(RIGHT + g), s_rope.index(g))
+                load_block(d_latent, [i_page * 64, 256], bars.index(RIGHT + g), s_right.index(g))
+                load_block(d_rope, [i_page * 64, 512], bars.index(RIGHT + g), s_rope.index(g))
             for g in gl.static_range(2):
                 if i_n + 128 + 64 * g < i_high:
                     p_page = p_kv + gl.load(p_pages + i_n // 64 + 2 + g).to(gl.int64) * (64 * 576)

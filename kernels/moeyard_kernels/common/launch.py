@@ -23,6 +23,9 @@ MAX_GRID_X = 2**31 - 1
 # Whether a view of shared memory may extend past what it views. Triton 3.8 refuses that, so there an operand of a
 # product has memory for rows that are never filled. This needs fewer stages in flight.
 LARGER_VIEWS = Version(triton.__version__) < Version("3.8")
+# Kernels that give the same bits rely on products and sums that round once, and say where these must round twice. This
+# also sets the environment variable that Triton 3.9 asks for, because its default will change.
+triton.knobs.language.default_fp_fusion = True
 
 
 @functools.cache

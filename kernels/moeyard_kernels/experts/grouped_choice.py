@@ -19,7 +19,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,6 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.common.gluon import load_block, reinterpret
 from moeyard_kernels.elementwise.silu_mul import rounded_limit
 from moeyard_kernels.experts.grouped_configs import SLICE, STEP, slice_fits, slices_of_choice
 from moeyard_kernels.types.expert_layout import ExpertPairs
@@ -137,12 +137,12 @@ def _copy_step(d_w, s_w, bars, i_k, i_slot, i_n, i_buffer, SUB: gl.constexpr, BN
     """Copy step i_k of an expert's gates and ups, SUB blocks of K, into a buffer."""
     mbarrier.expect(bars.index(i_buffer), SUB * 2 * BN * _STEP * 2)
     if _LARGER_VIEWS:
-        s_part = s_w.index(i_buffer * SUB)._reinterpret(s_w.dtype, [SUB, 2, BN, _STEP], d_w.layout)
-        tma.async_copy_global_to_shared(d_w, [i_k * SUB, i_slot * 2, i_n, 0], bars.index(i_buffer), s_part)
+        s_part = reinterpret(s_w.index(i_buffer * SUB), s_w.dtype, [SUB, 2, BN, _STEP], d_w.layout)
+        load_block(d_w, [i_k * SUB, i_slot * 2, i_n, 0], bars.index(i_buffer), s_part)
     else:
         for u in gl.static_range(SUB):
             s_part = s_w.index(i_buffer * SUB + u).slice(0, 1)
-            tma.async_copy_global_to_shared(d_w, [i_k * SUB + u, i_slot * 2, i_n, 0], bars.index(i_buffer), s_part)
+            load_block(d_w, [i_k * SUB + u, i_slot * 2, i_n, 0], bars.index(i_buffer), s_part)
 
 
 @gluon.jit
@@ -182,8 +182,8 @@ def expert_choice_kernel(
     let_next_begin()
     mbarrier.expect(ex.index(0), STEPS * _ROWS * _STEP * 2)
     for i in gl.static_range(STEPS // CX):
-        s_rows = s_x._reinterpret(DT, [STEPS // CX, CX, _ROWS, _STEP], d_x.layout).index(i)
-        tma.async_copy_global_to_shared(d_x, [i * CX, 0, 0], ex.index(0), s_rows)
+        s_rows = reinterpret(s_x, DT, [STEPS // CX, CX, _ROWS, _STEP], d_x.layout).index(i)
+        load_block(d_x, [i * CX, 0, 0], ex.index(0), s_rows)
     o_s = gl.arange(0, L_E.shape[0], L_E)
     b_slot = gl.load(p_slots + o_s, mask=o_s < E, other=0)
     o_e, b_key, _, _ = score_experts(p_logits, p_bias, E, SOFTMAX, HAS_BIAS, L_E)
@@ -197,7 +197,7 @@ def expert_choice_kernel(
         mbarrier.wait(e.index(i_buffer), phase)
         for u in gl.static_range(SUB):
             # With LARGER_VIEWS, one that extends past its block.
-            s_whole = s_w.index(i_buffer * SUB + u)._reinterpret(DT, [_WIDTH, _STEP], L_W)
+            s_whole = reinterpret(s_w.index(i_buffer * SUB + u), DT, [_WIDTH, _STEP], L_W)
             b_acc = warpgroup_mma(s_whole, s_x.index(i_k * SUB + u).permute((1, 0)), b_acc, is_async=True)
         # The previous step has ended, so its buffer is free.
         b_acc = warpgroup_mma_wait(num_outstanding=SUB, deps=(b_acc,))

@@ -24,12 +24,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.common.gluon import load_block, reinterpret
 from moeyard_kernels.elementwise.silu_mul import rounded_limit, silu_mul
 from moeyard_kernels.experts.grouped_choice import (
     by_steps,
@@ -103,8 +103,8 @@ def _share(
     i_n = gl.program_id(0) * BN
     for i in gl.static_range(STEPS // CH):
         mbarrier.expect(bars.index(i), CH * BN * _STEP * 2)
-        s_part = s_w._reinterpret(DT, [STEPS // CH, CH, BN, _STEP], d_w.layout).index(i)
-        tma.async_copy_global_to_shared(d_w, [i * CH, i_n, 0], bars.index(i), s_part)
+        s_part = reinterpret(s_w, DT, [STEPS // CH, CH, BN, _STEP], d_w.layout).index(i)
+        load_block(d_w, [i * CH, i_n, 0], bars.index(i), s_part)
     _activate(p_y, s_h, STEPS, LIMIT)
     fence_async_shared()
     b_acc = _multiply(s_w, s_h, bars, STEPS, CH, L_Y)
@@ -134,8 +134,8 @@ def _route(
         here = (i_id >= 0) & (i_slot >= 0)
     for i in gl.static_range(STEPS // CH):
         mbarrier.expect(bars.index(i), CH * (BN + _ROWS) * _STEP * 2, pred=here)
-        s_part = s_w._reinterpret(DT, [STEPS // CH, CH, BN, _STEP], d_w.layout).index(i)
-        tma.async_copy_global_to_shared(d_w, [i * CH, i_slot * N + i_n, 0], bars.index(i), s_part, pred=here)
+        s_part = reinterpret(s_w, DT, [STEPS // CH, CH, BN, _STEP], d_w.layout).index(i)
+        load_block(d_w, [i * CH, i_slot * N + i_n, 0], bars.index(i), s_part, pred=here)
     if E:  # noqa: SIM102 - of a constant and of what is known in the kernel
         if i_block == 0:
             # All launches before the first product have ended: it waited in all programs before it let this one begin.
@@ -148,8 +148,8 @@ def _route(
     wait_for_previous()
     if here:
         for i in gl.static_range(STEPS // CH):
-            s_rows = s_h._reinterpret(DT, [STEPS // CH, CH, _ROWS, _STEP], d_h.layout).index(i)
-            tma.async_copy_global_to_shared(d_h, [i * CH, i_p * BLOCK, 0], bars.index(i), s_rows)
+            s_rows = reinterpret(s_h, DT, [STEPS // CH, CH, _ROWS, _STEP], d_h.layout).index(i)
+            load_block(d_h, [i * CH, i_p * BLOCK, 0], bars.index(i), s_rows)
         b_acc = _multiply(s_w, s_h, bars, STEPS, CH, L_Y)
         _store(b_acc, p_out + i_p.to(gl.int64) * N, i_n, N, L_Y)
 

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,6 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.common import codes
 from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
+from moeyard_kernels.common.gluon import load_block, load_rows, reinterpret
 from moeyard_kernels.common.tuning import Config
 from moeyard_kernels.experts.grouped_choice import limited
 from moeyard_kernels.experts.result_rows import result_rows
@@ -119,7 +119,7 @@ def decode(b_code, b_zero, b_scale, n: gl.constexpr, CODES: gl.constexpr):
 @gluon.jit
 def copy_words(d_w, s_part, bar, i_slot, i_tile, i_n, more, BYTES: gl.constexpr):
     mbarrier.expect(bar, BYTES, pred=more)
-    tma.async_copy_global_to_shared(d_w, [i_slot, i_tile, 0, i_n, 0], bar, s_part, pred=more)
+    load_block(d_w, [i_slot, i_tile, 0, i_n, 0], bar, s_part, pred=more)
 
 
 @gluon.jit
@@ -128,7 +128,7 @@ def copy_rows(p_rows, m_rows, s_x, i_k, K: gl.constexpr, S: gl.constexpr, L_C: g
     o_s = gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(2, L_C)))[:, None, None]
     o_c = gl.arange(0, _TILE, gl.SliceLayout(0, gl.SliceLayout(1, L_C)))[None, None, :]
     o_k = i_k + o_s * _TILE + o_c
-    async_copy.async_copy_global_to_shared(s_x, p_rows + o_k, mask=m_rows & (o_k < K))
+    load_rows(s_x, p_rows + o_k, mask=m_rows & (o_k < K))
     async_copy.commit_group()
 
 
@@ -186,9 +186,9 @@ def packed_product_kernel(
     L_M: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L_C))
     L_S: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
     s_w = gl.allocate_shared_memory(gl.int16, [STAGES * CH, R, _TILE], L_X)
-    s_words = s_w._reinterpret(gl.int16, [STAGES, 1, CH, G, BN, _TILE], d_w.layout)
+    s_words = reinterpret(s_w, gl.int16, [STAGES, 1, CH, G, BN, _TILE], d_w.layout)
     s_x = gl.allocate_shared_memory(DT, [STAGES * SLICES, BM, _TILE], L_X)
-    s_steps = s_x._reinterpret(DT, [STAGES, SLICES, BM, _TILE], L_X3)
+    s_steps = reinterpret(s_x, DT, [STAGES, SLICES, BM, _TILE], L_X3)
     s_s = gl.allocate_shared_memory(ST, [KS, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_z = s_s
     if ZEROS:
@@ -232,10 +232,10 @@ def packed_product_kernel(
             b_s = fp4_factors(gl.load(p_s + o_s, mask=m_s, other=127))
         else:
             b_s = gl.load(p_s + o_s, mask=m_s, other=0.0)
-        s_s._reinterpret(ST, [KS, R], L_B).store(b_s)
+        reinterpret(s_s, ST, [KS, R], L_B).store(b_s)
         if ZEROS:
             b_z = gl.load(p_z + o_s, mask=m_s, other=0)
-            s_z._reinterpret(DT, [KS, R], L_B).store((b_z.to(gl.float32) + 128.0).to(DT))
+            reinterpret(s_z, DT, [KS, R], L_B).store((b_z.to(gl.float32) + 128.0).to(DT))
         if not GATED:
             wait_for_previous()
             let_next_begin()

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -23,6 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
+from moeyard_kernels.common.gluon import load_block, reinterpret
 
 # Values of K per step: 128 bytes, the width of the shared memory swizzle.
 STEP = 64
@@ -63,19 +63,19 @@ def head_linear_hopper_kernel(
     for i in gl.static_range(STEPS):
         mbarrier.expect(bars.index(i), (BM + BN) * _STEP * 2)
         if ALONG_K:
-            tma.async_copy_global_to_shared(d_w, [i_h * w_heads + i_n, i * _STEP], bars.index(i), s_w.index(i))
+            load_block(d_w, [i_h * w_heads + i_n, i * _STEP], bars.index(i), s_w.index(i))
         else:
-            tma.async_copy_global_to_shared(d_w, [i_h * w_heads + i * _STEP, i_n], bars.index(i), s_w.index(i))
+            load_block(d_w, [i_h * w_heads + i * _STEP, i_n], bars.index(i), s_w.index(i))
     if STATIC:
         let_next_begin()
         wait_for_previous()
     for i in gl.static_range(STEPS):
         s_rows = s_x.index(i) if _LARGER_VIEWS else s_x.index(i).slice(0, BM)
-        tma.async_copy_global_to_shared(d_x, [i_m, i_h * s_xh + i * _STEP], bars.index(i), s_rows)
+        load_block(d_x, [i_m, i_h * s_xh + i * _STEP], bars.index(i), s_rows)
     b_acc = gl.zeros([64, BN], gl.float32, L_Y)
     for i in gl.static_range(STEPS):
         mbarrier.wait(bars.index(i), 0)
-        s_rows = s_x.index(i)._reinterpret(DT, [64, _STEP], L_X) if _LARGER_VIEWS else s_x.index(i)
+        s_rows = reinterpret(s_x.index(i), DT, [64, _STEP], L_X) if _LARGER_VIEWS else s_x.index(i)
         s_part = s_w.index(i)
         if ALONG_K:
             s_part = s_part.permute((1, 0))

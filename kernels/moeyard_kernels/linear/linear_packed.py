@@ -25,7 +25,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -33,6 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.common import codes, launch
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
+from moeyard_kernels.common.gluon import load_block, reinterpret
 from moeyard_kernels.common.tuning import MULTIPROCESSORS, Config
 from moeyard_kernels.experts.packed_product import barrier, decode
 from moeyard_kernels.types.matrix import Matrix
@@ -87,23 +87,23 @@ def _copy(
     """Fill the buffers in one warp; refill each when it is free (f). A phase of e ends when all bytes have arrived."""
     BYTES: gl.constexpr = CH * (BN * _TILE + BM * _COLUMNS) * 2
     FIRST: gl.constexpr = STAGES if STAGES < NUM else NUM
-    s_words = s_w._reinterpret(gl.int16, [STAGES, CH, BN, _TILE], d_w.layout)
-    s_rows = s_x._reinterpret(gl.bfloat16, [STAGES, CH, BM, _COLUMNS], d_x.layout)
+    s_words = reinterpret(s_w, gl.int16, [STAGES, CH, BN, _TILE], d_w.layout)
+    s_rows = reinterpret(s_x, gl.bfloat16, [STAGES, CH, BM, _COLUMNS], d_x.layout)
     # Weights do not change while a launch is in flight, so they are copied before the wait.
     for i in range(FIRST):
         mbarrier.expect(e.index(i), BYTES)
-        tma.async_copy_global_to_shared(d_w, [i * CH, i_n, 0], e.index(i), s_words.index(i))
+        load_block(d_w, [i * CH, i_n, 0], e.index(i), s_words.index(i))
     wait_for_previous()
     let_next_begin()
     for i in range(FIRST):
-        tma.async_copy_global_to_shared(d_x, [i * CH, i_m, 0], e.index(i), s_rows.index(i))
+        load_block(d_x, [i * CH, i_m, 0], e.index(i), s_rows.index(i))
     i_buffer, phase = 0, 0
     for i_s in range(FIRST, NUM):
         bar = e.index(i_buffer)
         mbarrier.wait(f.index(i_buffer), phase)
         mbarrier.expect(bar, BYTES)
-        tma.async_copy_global_to_shared(d_w, [i_s * CH, i_n, 0], bar, s_words.index(i_buffer))
-        tma.async_copy_global_to_shared(d_x, [i_s * CH, i_m, 0], bar, s_rows.index(i_buffer))
+        load_block(d_w, [i_s * CH, i_n, 0], bar, s_words.index(i_buffer))
+        load_block(d_x, [i_s * CH, i_m, 0], bar, s_rows.index(i_buffer))
         i_buffer, phase = _advance(i_buffer, phase, STAGES)
 
 
@@ -124,7 +124,7 @@ def _multiply(
     L_W3: gl.constexpr = gl.NVMMASharedLayout(64, 16, 3)
     L_V: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     L_V3: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)
-    s_words = s_w._reinterpret(gl.int16, [STAGES, CH, BN, _TILE], L_W3)
+    s_words = reinterpret(s_w, gl.int16, [STAGES, CH, BN, _TILE], L_W3)
     o_u, o_r = gl.arange(0, CH, gl.SliceLayout(1, L_S)), gl.arange(0, BN, gl.SliceLayout(0, L_S))
     p_row = p_s + gl.minimum(i_n + o_r, N - 1)[None, :] // SR
     b_scale = gl.load(p_row + (o_u * _COLUMNS // SK * NB)[:, None])
@@ -145,7 +145,7 @@ def _multiply(
             b_both = gl.reshape(gl.permute(gl.join(b_low, b_high), (0, 1, 3, 2)), [CH, BN, _COLUMNS])
             # All warps passed the last barrier when the products of the step three before this one were complete.
             if _LARGER_VIEWS:
-                s_v.index(i_value * CH)._reinterpret(DT, [CH, BN, _COLUMNS], L_V3).store(b_both)
+                reinterpret(s_v.index(i_value * CH), DT, [CH, BN, _COLUMNS], L_V3).store(b_both)
             else:
                 s_v.index(i_value).slice(0, BN, dim=1).store(b_both)
             fence_async_shared()
@@ -155,9 +155,9 @@ def _multiply(
             mbarrier.arrive(f.index(i_free), count=1, pred=i_s >= 2)
             for u in gl.static_range(CH):
                 if _LARGER_VIEWS:
-                    s_left = s_v.index(i_value * CH + u)._reinterpret(DT, [_WIDTH, _COLUMNS], L_V)
+                    s_left = reinterpret(s_v.index(i_value * CH + u), DT, [_WIDTH, _COLUMNS], L_V)
                 else:
-                    s_left = s_v.index(i_value)._reinterpret(DT, [CH, _WIDTH, _COLUMNS], L_V).index(u)
+                    s_left = reinterpret(s_v.index(i_value), DT, [CH, _WIDTH, _COLUMNS], L_V).index(u)
                 s_rows = s_x.index(i_buffer * CH + u).permute((1, 0))
                 b_acc = warpgroup_mma(s_left, s_rows, b_acc, is_async=True)
             # With 64 columns ptxas would let each product in flight wait for the last one.

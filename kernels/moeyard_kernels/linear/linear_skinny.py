@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -26,6 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
+from moeyard_kernels.common.gluon import load_block, reinterpret
 from moeyard_kernels.linear.linear_configs import SHARED_BYTES, Skinny, head_and_tail
 
 # Values of K per copy: 128 bytes, the width of the shared memory swizzle.
@@ -69,13 +69,13 @@ def _copy_columns(
     for u in gl.static_range(SUB):
         o_k, i_block = (i_k * SUB + u) * _COLUMNS, (i_buffer * SUB + u) * BLOCKS
         if _LARGER_VIEWS:
-            s_head = s_w.index(i_block)._reinterpret(s_w.dtype, [HEAD, _COLUMNS], L_W)
+            s_head = reinterpret(s_w.index(i_block), s_w.dtype, [HEAD, _COLUMNS], L_W)
         else:
             s_head = s_w.index(i_block).slice(0, HEAD)
-        tma.async_copy_global_to_shared(d_w, [i_n, o_k], bar, s_head)
+        load_block(d_w, [i_n, o_k], bar, s_head)
         if TAIL:
             s_tail = s_w.index(i_block + HEAD // BLOCK) if _LARGER_VIEWS else s_w.index(i_block).slice(HEAD, TAIL)
-            tma.async_copy_global_to_shared(d_t, [i_n + HEAD, o_k], bar, s_tail)
+            load_block(d_t, [i_n + HEAD, o_k], bar, s_tail)
 
 
 @gluon.jit
@@ -98,7 +98,7 @@ def _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, BM: gl.constexpr, SUB: gl.cons
         s_rows = s_x.index(i_part)
         if s_x.shape[1] > BM:
             s_rows = s_rows.slice(0, BM)
-        tma.async_copy_global_to_shared(d_x, [i_m, o_k], bar, s_rows)
+        load_block(d_x, [i_m, o_k], bar, s_rows)
 
 
 @gluon.jit
@@ -169,8 +169,8 @@ def _multiply(
             for u in gl.static_range(SUB):
                 i_part = i_buffer * SUB + u
                 if _LARGER_VIEWS:
-                    s_rows = s_x.index(i_part)._reinterpret(s_x.dtype, [ROWS, _COLUMNS], L_X)
-                    s_part = s_w.index(i_part * (BN // BLOCK))._reinterpret(s_w.dtype, [WIDTH, _COLUMNS], L_W)
+                    s_rows = reinterpret(s_x.index(i_part), s_x.dtype, [ROWS, _COLUMNS], L_X)
+                    s_part = reinterpret(s_w.index(i_part * (BN // BLOCK)), s_w.dtype, [WIDTH, _COLUMNS], L_W)
                 else:
                     s_rows, s_part = s_x.index(i_part), s_w.index(i_part)
                 if LEFT:

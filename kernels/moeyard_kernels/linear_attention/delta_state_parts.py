@@ -2,8 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from moeyard_kernels.common.gluon import load_block, reinterpret
 from moeyard_kernels.linear_attention.delta_intra import FACTORS
 from moeyard_kernels.types.state_slots import CHUNK
 
@@ -45,34 +46,34 @@ def copy_tiles(
             mbarrier.wait(bars.index(USED + i_buffer), phase)
             mbarrier.expect(bar, TILES + LINES)
             if BY_ROW:
-                tma.async_copy_global_to_shared(d_k, [i_tile, 0], bar, s_k.index(i_buffer))
-                tma.async_copy_global_to_shared(d_g, [i_tile, 0], bar, s_g.index(i_buffer))
-                tma.async_copy_global_to_shared(d_factors, [i_line, 0], bar, s_seeing.index(i_buffer))
-                tma.async_copy_global_to_shared(d_left, [i_unit + n * HV, 0], bar, s_left.index(i_buffer))
+                load_block(d_k, [i_tile, 0], bar, s_k.index(i_buffer))
+                load_block(d_g, [i_tile, 0], bar, s_g.index(i_buffer))
+                load_block(d_factors, [i_line, 0], bar, s_seeing.index(i_buffer))
+                load_block(d_left, [i_unit + n * HV, 0], bar, s_left.index(i_buffer))
             else:
-                tma.async_copy_global_to_shared(d_k, [i_now, i_key], bar, s_k.index(i_buffer))
-                tma.async_copy_global_to_shared(d_factors, [i_line + _SEEING, 0], bar, s_seeing.index(i_buffer))
-                tma.async_copy_global_to_shared(d_factors, [i_line + _ADDING, 0], bar, s_adding.index(i_buffer))
-            tma.async_copy_global_to_shared(d_v, [i_now, i_value], bar, s_v.index(i_buffer))
-            tma.async_copy_global_to_shared(d_inverse, [i_tile, 0], bar, s_inverse.index(i_buffer))
+                load_block(d_k, [i_now, i_key], bar, s_k.index(i_buffer))
+                load_block(d_factors, [i_line + _SEEING, 0], bar, s_seeing.index(i_buffer))
+                load_block(d_factors, [i_line + _ADDING, 0], bar, s_adding.index(i_buffer))
+            load_block(d_v, [i_now, i_value], bar, s_v.index(i_buffer))
+            load_block(d_inverse, [i_tile, 0], bar, s_inverse.index(i_buffer))
             i_buffer, phase = advance(i_buffer, phase, CHAIN)
         if n > 0:
             bar, i_before = bars.index(OUT_THERE + i_out), i_unit + (n - 1) * HV
             mbarrier.wait(bars.index(_OUT_USED + i_out), out_phase)
             mbarrier.expect(bar, C * (DK + C) * 2 + C * 4)
             if BY_ROW:
-                tma.async_copy_global_to_shared(d_q, [i_before * C, 0], bar, s_q.index(i_out))
+                load_block(d_q, [i_before * C, 0], bar, s_q.index(i_out))
             else:
-                tma.async_copy_global_to_shared(d_q, [i_row + (n - 1) * C, i_query], bar, s_q.index(i_out))
-            tma.async_copy_global_to_shared(d_scores, [i_before * C, 0], bar, s_scores.index(i_out))
-            tma.async_copy_global_to_shared(d_factors, [i_before * FACTORS + _GIVING, 0], bar, s_giving.index(i_out))
+                load_block(d_q, [i_row + (n - 1) * C, i_query], bar, s_q.index(i_out))
+            load_block(d_scores, [i_before * C, 0], bar, s_scores.index(i_out))
+            load_block(d_factors, [i_before * FACTORS + _GIVING, 0], bar, s_giving.index(i_out))
             i_out, out_phase = advance(i_out, out_phase, OUT)
 
 
 @gluon.jit
 def line_of(s_lines, i_buffer, SIZE: gl.constexpr, L_X: gl.constexpr):
     """Load a line of factors as [1, SIZE] in the columns of L_X."""
-    s_line = s_lines.index(i_buffer)._reinterpret(gl.float32, [SIZE], _LINE)
+    s_line = reinterpret(s_lines.index(i_buffer), gl.float32, [SIZE], _LINE)
     return gl.expand_dims(s_line.load(gl.SliceLayout(0, L_X)), 0)
 
 

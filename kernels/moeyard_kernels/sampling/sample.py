@@ -66,7 +66,7 @@ def _max_kernel(
     tl.store(p_key + o_c, best)
     tl.store(p_id + o_c, tl.min(tl.where(b_key == best, b_id, NO_ID)))
     if GROUPS > 0:
-        b_group = tl.max(tl.reshape(b_key, [GROUPS, BV // GROUPS], can_reorder=True), 1)
+        b_group = tl.max(tl.reshape(b_key, [GROUPS, BV // GROUPS]), 1)
         tl.store(p_groups + o_c * GROUPS + tl.arange(0, GROUPS), b_group)
 
 
