@@ -423,18 +423,22 @@ def test_experts_without_slots_are_in_host_memory() -> None:
     config = EngineConfig(model_path="", expert_slots=100)
     done = plan_memory(config=config, **sizes, host_available=GIB)
     assert (done.expert_slots, done.stream_slots) == (100, cuda_footprint.STREAM_SLOTS)
-    assert (done.host_bytes, done.all_on_host) == (256 * EXPERT_BYTES, True)
+    assert (done.host_bytes, done.host_store) == (256 * EXPERT_BYTES, "all")
     assert "100 of 256 experts in slots, 222 MiB, and all in 384 MiB of pinned host memory" in done.reasons
     # Without memory for all, host memory holds one copy of each expert that has no slot.
     few = plan_memory(config=config, **sizes, host_available=390 * MIB)
-    assert (few.host_bytes, few.all_on_host) == (156 * EXPERT_BYTES, False)
+    assert (few.host_bytes, few.host_store) == (156 * EXPERT_BYTES, "missing")
     assert "100 of 256 experts in slots, 222 MiB, and the others in 234 MiB of pinned host memory" in few.reasons
     asked = replace(config, expert_host_store="missing")
     assert plan_memory(config=asked, **sizes, host_available=GIB).host_bytes == 156 * EXPERT_BYTES
-    with pytest.raises(
-        ValueError, match=r"100 of 256 .* the others need 234 MiB of host memory, but this host has 240"
-    ):
-        plan_memory(config=config, **sizes, host_available=240 * MIB)
+    # Without memory for these, a rank alone reads them from the files. Several ranks need the flag.
+    for options in ({}, {"expert_host_store": "none", "num_workers": 2}):
+        none = plan_memory(config=replace(config, **cast(Any, options)), **sizes, host_available=240 * MIB)
+        assert (none.host_bytes, none.host_store) == (0, "none")
+        assert "100 of 256 experts in slots, 222 MiB, and the others in the checkpoint's files" in none.reasons
+    for options in ({"expert_host_store": "missing"}, {"num_workers": 2}):
+        with pytest.raises(ValueError, match=r"100 of 256 .* the others need 234 MiB .*, but this host has 240 .*none"):
+            plan_memory(config=replace(config, **cast(Any, options)), **sizes, host_available=240 * MIB)
     for more in ({"expert_host_store": "all"}, {"expert_fetch": "shared"}):
         with pytest.raises(ValueError, match=r"100 of 256 experts .* all need 384 MiB .*, but this host has 390 MiB"):
             plan_memory(config=replace(config, **cast(Any, more)), **sizes, host_available=390 * MIB)
@@ -478,9 +482,10 @@ def test_tokenizer_of_grammars_is_reserved_on_its_device() -> None:
         "available": 8 * GIB,
         "host_available": 150 * MIB,
     }
-    assert plan_memory(config=EngineConfig(model_path="", expert_slots=8), **sizes).reserve.grammars == 0
+    options: dict[str, Any] = {"expert_slots": 8, "expert_host_store": "all"}
+    assert plan_memory(config=EngineConfig(model_path="", **options), **sizes).reserve.grammars == 0
     with pytest.raises(ValueError, match=r"8 of 32 experts .* 150 MiB for this worker"):
-        plan_memory(config=EngineConfig(model_path="/a/checkpoint", expert_slots=8), **sizes)
+        plan_memory(config=EngineConfig(model_path="/a/checkpoint", **options), **sizes)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -151,9 +151,10 @@ def test_graphs_and_host_make_equally_good_drafts(drafting: Rank) -> None:
     assert counts[2].accepted[0] > 0.5 * counts[2].drafts[0]
 
 
-@pytest.mark.slow
-def test_few_expert_slots_change_no_answer(expected: dict[str, Reply]) -> None:
-    with load(speculate="mtp", draft_tokens=2, expert_slots=9) as rank:
+@pytest.mark.parametrize("store", [pytest.param("auto", marks=pytest.mark.slow), "none"])
+def test_few_expert_slots_change_no_answer(expected: dict[str, Reply], store: str) -> None:
+    """With experts in host memory, or only in the files."""
+    with load(speculate="mtp", draft_tokens=2, expert_slots=9, expert_host_store=store) as rank:
         answers, stats = rank.run(requests(), max_in_flight=2)
     same(answers, expected)
     assert stats.accepted[0] > 0.5 * stats.drafts[0]

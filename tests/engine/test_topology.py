@@ -111,16 +111,18 @@ def test_nccl_needs_no_peer_access(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settled("auto", **far) == ("zmq", f"{access}; nccl: torch 9 has no NCCL")
 
 
-def test_which_ranks_share_expert_reads() -> None:
+def test_which_ranks_share_expert_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of any nvlink exchange share reads. Ranks that must share but cannot fail with one line."""
+    monkeypatch.setattr(topology, "missing_nccl", lambda: "torch 9 has no NCCL")
 
-    def fetch(asked: str, exchange: str = "auto", workers: int = 3, device: Gpus | None = None) -> str:
+    def fetch(asked: str, exchange: str = "auto", workers: int = 3, device: Gpus | None = None, store: str = "") -> str:
         config = EngineConfig(
             model_path="m",
             device="cuda",
             num_workers=workers,
             exchange=cast(Any, exchange),
             expert_fetch=cast(Any, asked),
+            expert_host_store=cast(Any, store or "auto"),
         )
         spec = WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="", gpu=0, peer_gpus=(0, 1, 2))
         return settle_exchange(spec, cast(Device, device or Gpus()), SHAPE)[0].config.expert_fetch
@@ -129,6 +131,10 @@ def test_which_ranks_share_expert_reads() -> None:
     assert fetch("shared") == "shared"
     assert fetch("alone") == fetch("auto", "zmq") == fetch("auto", workers=1) == fetch("alone", "zmq") == "alone"
     assert fetch("auto", device=Gpus("GPU 0 has no peer access to GPU 2")) == "alone"
+    for store in ("none", "missing"):
+        assert fetch("auto", store=store) == "alone"
+        with pytest.raises(ValueError, match=f"shared needs copies of all experts, not --expert-host-store {store}"):
+            fetch("shared", store=store)
     apart = "^--expert-fetch shared cannot be: the exchange is zmq, not nvlink; use --expert-fetch alone$"
     for given in ({"exchange": "zmq"}, {"device": Gpus("GPU 0 has no peer access to GPU 2")}):
         with pytest.raises(ValueError, match=apart):
@@ -148,7 +154,9 @@ def test_patience_with_a_peer() -> None:
 
     assert of("nvlink") == (5.0, 60.0)
     assert of("nvlink", enforce_eager=True) == of("nvlink", speculate="mtp") == (60.0, 60.0)
+    assert of("nvlink", expert_host_store="none") == (60.0, 60.0)
     assert of("nccl") == of("nccl", enforce_eager=True) == (5.0, 5.0)
+    assert of("nccl", expert_host_store="none") == (5.0, 60.0)
     for exchange in ("zmq", "zmq-tcp"):
         assert of(exchange)[1] == 5.0
         assert of(exchange, device="cpu")[1] == 60.0

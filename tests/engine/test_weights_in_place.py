@@ -22,6 +22,7 @@ from moeyard_worker.protocol import SamplingParams
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mla": ("deepseek_v3", MLA, {}),
     "gqa_few_slots": ("qwen3_moe", {}, {"expert_slots": 6}),
+    "gqa_files": ("qwen3_moe", {}, {"expert_slots": 6, "expert_host_store": "none"}),
     "gqa_one_copy": ("qwen3_moe", {}, {"expert_slots": 6, "expert_host_store": "missing"}),
     "hybrid_drafts": ("qwen3_5_moe_text", {}, {"speculate": "mtp", "draft_tokens": 2}),
     "kda": ("kimi_linear", MLA, {}),

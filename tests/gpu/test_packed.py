@@ -105,5 +105,6 @@ def test_answers(layout: str, family: str, tmp_path: Path) -> None:
     wanted = answers(plain)
     assert answers(quantised) == wanted
     assert answers(quantised, expert_slots=5, enforce_eager=True) == wanted
+    assert answers(quantised, expert_slots=5, expert_host_store="none") == wanted
     assert answers(quantised, weights="codes") == wanted
     assert answers(quantised, weights="bfloat16") == wanted

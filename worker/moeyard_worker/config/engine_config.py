@@ -10,12 +10,12 @@ from moeyard_worker.options import option, option_of
 
 ExchangeKind = Literal["auto", "local", "zmq", "zmq-tcp", "nvlink", "nccl"]
 ExpertFetch = Literal["auto", "alone", "shared"]
-ExpertHostStore = Literal["auto", "missing", "all"]
+ExpertHostStore = Literal["auto", "none", "missing", "all"]
 EXCHANGES: tuple[str, ...] = ("auto", "local", "zmq", "zmq-tcp", "nvlink", "nccl")
 DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
 DTYPES: tuple[str, ...] = ("auto", *DTYPE_BYTES)
 EXPERT_FETCHES: tuple[str, ...] = ("auto", "alone", "shared")
-EXPERT_HOST_STORES: tuple[str, ...] = ("auto", "missing", "all")
+EXPERT_HOST_STORES: tuple[str, ...] = ("auto", "none", "missing", "all")
 EXPERT_POLICIES: tuple[str, ...] = ("slru", "lru")
 # The most drafts per token by kind of drafter. A block of DSpark has five.
 SPECULATIONS = MappingProxyType({"mtp": 3, "dspark": 5})
@@ -176,7 +176,8 @@ class EngineConfig:
     expert_host_store: ExpertHostStore = option(
         "auto",
         "host memory of a GPU's expert cache: all holds every expert, so that a miss only reads; missing holds the "
-        "experts without a slot, and a miss exchanges two; auto: all if host memory suffices",
+        "experts without a slot, and a miss exchanges two; none holds none, and a miss reads the checkpoint's files; "
+        "auto: the first of these that host memory allows",
         choices=EXPERT_HOST_STORES,
     )
     record_routing: str | None = option(None, "record the experts each step needs, for cache-sim", metavar="FILE")

@@ -16,6 +16,7 @@ from moeyard_kernels.backend import Backend, ExpertResidency, ExpertRun, Movable
 from moeyard_kernels.types.matrix import ExpertViews, Fill
 from moeyard_kernels.types.peer_shape import LentMemory
 from moeyard_kernels.types.weight_form import ExpertForm
+from moeyard_worker.config.engine_config import ExpertHostStore
 from moeyard_worker.exchange.base import Dispatched
 from moeyard_worker.experts.owned import Change, Owned, first_residents, of_layers
 from moeyard_worker.experts.policies import start_policy
@@ -54,7 +55,7 @@ class ExpertCache:
         use local ids.
     form: the layout of an expert in a slot.
     num_slots: at most the number of experts. If it is less, the backend's `stream_slots` are added for prompts.
-    all_on_host: whether a backend's host memory also holds the experts in slots.
+    host_store: the experts that a GPU's host memory holds: "all", "missing" (those without a slot) or "none".
     shared: whether other ranks may read the host memory that the backend keeps experts in (`lent`).
     captured: whether steps may be captured, in a fleet of one rank. Replayed steps do not call `run`, so the caller
         records them (`record`).
@@ -75,7 +76,7 @@ class ExpertCache:
         num_slots: int,
         policy: str = "slru",
         recorder: RoutingRecorder | None = None,
-        all_on_host: bool = False,
+        host_store: ExpertHostStore = "missing",
         shared: bool = False,
         captured: bool = False,
     ) -> None:
@@ -91,18 +92,18 @@ class ExpertCache:
         self._recorder, self._step, self._captured = recorder, 0, captured
         # Called with each layer's rows before they are computed, but not by a replayed graph.
         self.observer: Callable[[int, Dispatched], None] | None = None
-        self._expert_bytes, self._source, self._all_on_host = form.blob_bytes, source, all_on_host
+        self._expert_bytes, self._source, self._all_on_host = form.blob_bytes, source, host_store == "all"
         self._loaded = False
         self._slots = backend.expert_slots(num_slots=self.num_slots + self._num_passing, form=form)
         self._residency: ExpertResidency | None = None
-        if not self.all_resident:
+        if not self.all_resident and host_store != "none":
             self._residency = backend.expert_residency(
                 self._slots,
                 policy=policy,
                 num_layers=len(layers),
                 num_experts=self._width,
                 num_slots=self.num_slots,
-                all_on_host=all_on_host,
+                all_on_host=self._all_on_host,
                 shared=shared,
             )
         if self._residency is not None and len({len(each) for each in self._owned}) > 1:
@@ -352,11 +353,11 @@ class ExpertCache:
     def refill(self) -> None:
         """Fill the slots with the experts that they had, from the store. Tensors of all experts were kept outside.
 
-        Host memory without copies of the experts in slots is no store, so the source is read again.
+        Host memory without copies of the experts in slots is no store. Without a store the source is read again.
         """
         if self._residency is not None and self._all_on_host:
             self.stats.bytes_copied += self._residency.start()
-        elif self._residency is not None or isinstance(self._slots, MovableSlots):
+        elif not self.all_resident or isinstance(self._slots, MovableSlots):
             self.replace_from(self._source)
 
     def replace_from(self, source: ExpertSource) -> None:
@@ -366,8 +367,8 @@ class ExpertCache:
     def stored(self) -> Iterator[tuple[ExpertKey, tuple[torch.Tensor, ...]]]:
         """Yield (layer, global id) and the memory of each expert that this rank holds for good.
 
-        Without slots for all experts, a CPU holds none: the files are the store. Raises ValueError if steps may move
-        the experts while they are read.
+        Without slots for all experts and without host memory for the others, the files are the store. Raises ValueError
+        if steps may move the experts while they are read.
         """
         if self._residency is not None and not self._all_on_host:
             raise ValueError("experts change places between slots and host memory; use --expert-host-store all")

@@ -51,7 +51,8 @@ def patience(config: EngineConfig) -> float:
     It is one deadline, except where the device waits by itself: the host cannot tell it that a peer compiles a step
     that was not captured.
     """
-    launched = config.exchange == "nvlink" and (config.enforce_eager or config.num_drafts > 0)
+    unknown = config.enforce_eager or config.num_drafts > 0 or config.expert_host_store == "none"
+    launched = config.exchange == "nvlink" and unknown
     return config.step_deadline * (STALL if launched else 1)
 
 
@@ -59,10 +60,10 @@ def host_patience(config: EngineConfig) -> float:
     """Return the seconds that a host waits for a frame of a living peer that has not reported that it compiles.
 
     It is one deadline if hosts of GPUs meet in the exchanges of every step (for `Mesh`, only if no rows go over TCP).
-    On a CPU a layer may take long, because it reads cold experts. Over nvlink, a peer's plan may come only after its
-    device has waited for others, and that wait ends by itself.
+    Where the files are the store of experts, as on a CPU, a layer that reads them may take long. Over nvlink, a peer's
+    plan may come only after its device has waited for others, and that wait ends by itself.
     """
-    meet = config.device != "cpu" and config.exchange != "nvlink"
+    meet = config.device != "cpu" and config.exchange != "nvlink" and config.expert_host_store != "none"
     return config.step_deadline * (1 if meet else STALL)
 
 
@@ -95,9 +96,9 @@ def _settle_fetch(config: EngineConfig) -> ExpertFetch:
 
     Raises ValueError, in one line, if the mode of a flag is not possible.
     """
-    if config.expert_host_store == "missing":
+    if (store := config.expert_host_store) in ("none", "missing"):
         if config.expert_fetch == "shared":
-            raise ValueError("--expert-fetch shared needs copies of all experts, not --expert-host-store missing")
+            raise ValueError(f"--expert-fetch shared needs copies of all experts, not --expert-host-store {store}")
         return "alone"
     if config.exchange == "nvlink" and config.num_workers > 1:
         return config.expert_fetch

@@ -153,6 +153,10 @@ class Worker:
         plan = plan_or_suggest(planner, config, self._available // (ranks_on_host if self._device.shared else 1))
         for reason in plan.reasons:
             log.info("rank %d: %s", self._spec.rank, reason)
+        if self._device.captures and plan.stream_slots and plan.host_store == "none":
+            log.info("the host reads missing experts: steps are launched kernel by kernel, none is captured")
+            config = replace(config, enforce_eager=True)
+            self._spec = replace(self._spec, config=config)
         try:
             return self._build(plan)
         except (RuntimeError, MemoryError) as error:  # the plan is an estimate, and others may have taken memory since
@@ -183,7 +187,7 @@ class Worker:
             num_slots=plan.expert_slots,
             policy=config.expert_policy,
             recorder=self._recording,
-            all_on_host=plan.all_on_host,
+            host_store=plan.host_store,
             shared=config.expert_fetch != "alone",
             captured=self._device.captures and not config.enforce_eager,
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 from moeyard_kernels.types.footprint import CAPTURED, LAUNCHED, Footprints
 from moeyard_kernels.types.peer_shape import FetchShape
-from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, format_size
+from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, ExpertHostStore, format_size
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.experts.slots import resolve_slots, slot_bytes
 from moeyard_worker.models.model_config import ModelConfig
@@ -70,7 +70,7 @@ class MemoryPlan:
 
     stream_slots: slots beside `expert_slots`, if these do not hold all experts.
     host_bytes: host memory that the experts then take.
-    all_on_host: whether that includes copies of the experts in slots.
+    host_store: the experts that it holds: "all", "missing" (those without a slot) or "none".
     max_model_len: tokens of the longest sequence in the pages.
     reserve: reserved before the division.
     prefix_bytes: what attention to the longest sequence takes.
@@ -84,7 +84,7 @@ class MemoryPlan:
     expert_slots: int
     stream_slots: int
     host_bytes: int
-    all_on_host: bool
+    host_store: ExpertHostStore
     max_model_len: int
     reserve: Reserve
     prefix_bytes: int
@@ -291,19 +291,27 @@ def plan_memory(
             raise
         raise ValueError(f"{error} (beside {format_size(kv)} of KV and {reserve})") from None
     partial = slots < num_local_experts
-    # Peers read experts that stay where they are.
-    all_on_host = config.expert_host_store == "all" or config.expert_fetch != "alone"
-    most = math.inf if host_available is None else host_available * (1 - MARGIN_SHARE) - grammars
-    if config.expert_host_store == "auto" and num_local_experts * expert_bytes <= most:
-        all_on_host = True
-    those, num_on_host = ("all", num_local_experts) if all_on_host else ("the others", num_local_experts - slots)
-    host_bytes = num_on_host * expert_bytes if partial and footprints.HOST_EXPERTS else 0
-    if host_available is not None and host_bytes > max(most, 0):
+    most = math.inf if host_available is None else max(0, host_available * (1 - MARGIN_SHARE) - grammars)
+    sizes = {"all": num_local_experts * expert_bytes, "missing": (num_local_experts - slots) * expert_bytes, "none": 0}
+    if not partial or not footprints.HOST_EXPERTS:
+        store: ExpertHostStore = "none"
+    elif config.expert_fetch != "alone":
+        store = "all"  # peers read experts that stay where they are
+    elif config.expert_host_store != "auto":
+        store = config.expert_host_store
+    else:
+        # Peers must know before they meet how long a rank may read files, so several ranks need the flag.
+        stores: list[ExpertHostStore] = ["all", "missing"]
+        store = next((each for each in stores if sizes[each] <= most), "none" if config.num_workers == 1 else "missing")
+    those, host_bytes = "all" if store == "all" else "the others", sizes[store]
+    if host_bytes > most:
         raise ValueError(
             f"{slots} of {num_local_experts} experts have slots, so that {those} need {format_size(host_bytes)} of "
-            f"host memory, but this host has {format_size(host_available)} for this worker; use a host with more "
-            "memory, or raise --expert-slots or lower --kv-memory until all have slots"
+            f"host memory, but this host has {format_size(host_available or 0)} for this worker; use a host with more "
+            "memory, raise --expert-slots or lower --kv-memory until all have slots, or read experts from the "
+            "checkpoint's files with --expert-host-store none, which is slow"
         )
+    elsewhere = f"{format_size(host_bytes)} of pinned host memory" if host_bytes else "the checkpoint's files"
     held_bytes = slot_bytes(
         slots, expert_bytes=expert_bytes, num_experts=num_local_experts, stream_slots=footprints.STREAM_SLOTS
     )
@@ -313,7 +321,7 @@ def plan_memory(
         expert_slots=slots,
         stream_slots=footprints.STREAM_SLOTS if partial else 0,
         host_bytes=host_bytes,
-        all_on_host=all_on_host,
+        host_store=store,
         max_model_len=max_model_len,
         reserve=reserve,
         prefix_bytes=prefix,
@@ -324,7 +332,7 @@ def plan_memory(
             *_slot_reasons(config, slots_bytes, num_snapshots, snapshot_bytes, by_position=state.by_position),
             f"{num_pages} KV pages, {format_size(kv)}, for sequences of up to {max_model_len} tokens",
             f"{slots} of {num_local_experts} experts in slots, {format_size(held_bytes)}"
-            + (f", and {those} in {format_size(host_bytes)} of pinned host memory" if host_bytes else ""),
+            + (f", and {those} in {elsewhere}" if partial else ""),
         ),
     )
 
