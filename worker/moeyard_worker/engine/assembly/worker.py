@@ -348,8 +348,9 @@ class Worker:
         """Check other weights, and read what this rank will need of them, while steps run with the present ones.
 
         On a CPU the rank then holds both. A GPU has no room for that, so everything is read once to find faults, and
-        read again by `use_weights`. Return `weights` (their identity) and `fingerprint`. Raises ValueError, in one
-        line, if the rank cannot serve these weights. Then nothing has changed.
+        read again by `use_weights`. Its captured steps need the new weights in the form of the present ones. Return
+        `weights` (their identity) and `fingerprint`. Raises ValueError, in one line, if the rank cannot serve these
+        weights. Then nothing has changed.
         """
         self.discard_weights()
         self._reading = weights
@@ -358,8 +359,9 @@ class Worker:
         found = check_weights(self._spec.config, self._model, weights)
         assert isinstance(found, CheckedCheckpoint), "new weights are files"
         change: Callable[[], None]
+        compare = self._sleeper.runner.compare if self._device.captures else None
         if self._sleeper.level:
-            read_through(found, self._dtype, self.experts.owned_keys())
+            read_through(found, self._dtype, self.experts.owned_keys(), compare)
             change = partial(self._sleeper.change_weights, self._dense_bytes(found))
         elif isinstance(self.runner, Runner):
             self._check_room(found)
@@ -367,7 +369,7 @@ class Worker:
             model, experts = self.runner.assemble(found.spec, source.load), self.experts.stage(source)
             change = partial(self._swap, model, experts)
         else:
-            read_through(found, self._dtype, self.experts.owned_keys())
+            read_through(found, self._dtype, self.experts.owned_keys(), compare)
             change = partial(self._overwrite, found)
         if self._reading is weights:  # nobody has discarded them meanwhile
             self._staged = StagedWeights(weights=weights, checkpoint=found, change=change)

@@ -22,9 +22,9 @@ from moeyard_worker.engine.sampling.scoring import Scores, read_scores, score, u
 from moeyard_worker.engine.steps.drafting import BlockSpeculation, Speculation
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.layers.moe import Experts
-from moeyard_worker.layers.overwriting import tensors
+from moeyard_worker.layers.overwriting import compare, overwrite, tensors
 from moeyard_worker.layers.routing import StepRouting
-from moeyard_worker.models.decoder import Decoder, Load
+from moeyard_worker.models.decoder import Decoder, Load, Use
 from moeyard_worker.models.dspark import BlockDrafter
 from moeyard_worker.models.mtp import Drafter
 from moeyard_worker.models.spec import ModelSpec
@@ -151,10 +151,21 @@ class Runner:
 
         Raises ValueError if a weight needs memory of another form than the present one.
         """
+        self._renew(spec, load, overwrite)
+
+    @torch.inference_mode()
+    def compare(self, spec: ModelSpec, load: Load) -> None:
+        """Raise ValueError if `overwrite` would. Nothing changes. Any thread may call it during steps.
+
+        `load` may give weights in host memory.
+        """
+        self._renew(spec, load, compare)
+
+    def _renew(self, spec: ModelSpec, load: Load, use: Use) -> None:
         with self.backend.rebuilding():
-            self.model.overwrite(spec, load)
+            self.model.renew(spec, load, use)
             if self.speculation is not None:
-                self.speculation.drafter.overwrite(spec, load)
+                self.speculation.drafter.renew(spec, load, use)
 
     @torch.inference_mode()
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
