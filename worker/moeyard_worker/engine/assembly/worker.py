@@ -250,7 +250,7 @@ class Worker:
                 routing_bytes=routing.row_bytes if routing and config.enable_return_routed_experts else 0,
             )
         )
-        self._sleeper = Sleeper(self._device, runner, experts)
+        self._sleeper = Sleeper(self._device, runner, experts, plan.reserve)
         self._resume = partial(self._device.step_runner, runner, config, plan)
         step_runner = self.runner = self._resume()
         prepared = time.perf_counter()
@@ -425,8 +425,8 @@ class Worker:
         return freed
 
     def check_wake(self) -> None:
-        """Raise ValueError if there is no room to wake. Nothing changes."""
-        needed, free = self._sleeper.needs, self._free()
+        """Raise ValueError if there is no room to wake and run steps. Nothing changes."""
+        needed, free = self._sleeper.room, self._free()
         if needed > free:
             raise ValueError(
                 f"rank {self._spec.rank} needs {format_size(needed)} to wake and has {format_size(free)}; free memory, "
