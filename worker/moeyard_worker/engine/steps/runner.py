@@ -19,7 +19,7 @@ from moeyard_worker.engine.sampling.sampling import (
     unsound,
 )
 from moeyard_worker.engine.sampling.scoring import Scores, read_scores, score, unsound_scores
-from moeyard_worker.engine.steps.drafting import BlockSpeculation, Speculation
+from moeyard_worker.engine.steps.drafting import BlockSpeculation, Speculation, tails_of
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.layers.moe import Experts
 from moeyard_worker.layers.overwriting import compare, overwrite, tensors
@@ -266,9 +266,9 @@ class Runner:
         results = accepted(fed, chosen, errors_of(rows))
         if num_drafts or isinstance(self.speculation, BlockSpeculation):
             assert self.speculation is not None, "drafts need a layer that makes them"
-            results = self.speculation.draft(
-                fed, plan, hidden, requests, rows, results, num_passes=num_drafts, most_rows=most_rows
-            )
+            tails = tails_of(fed, requests, rows, results)
+            self.speculation.draft(tails, fed, plan, hidden, num_passes=num_drafts, most_rows=most_rows)
+            results = [tail.drafted() for tail in tails]
         _look_ahead(fed, requests, rows, results)
         # A smaller product is faster on a CPU; on a GPU every new size selects another kernel.
         whole = self.backend.device.type != "cpu"
