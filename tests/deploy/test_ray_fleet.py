@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
@@ -347,17 +348,28 @@ RAN = "The actor died unexpectedly before finishing this task.\n\tclass_name: Ra
 
 
 class WaitingFleet:
-    """A fleet in a cluster. Rank 1 is lost, and its next processes stay silent. `pending`: Ray cannot start them."""
+    """A fleet in a cluster. Rank 1 is lost, and its next processes stay silent.
+
+    pending: whether Ray cannot start them, as its GCS says; None: the GCS does not answer.
+    asked: the questions to it.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.pending = True
+        self.pending: bool | None = True
+        self.asked: list[Future[bool]] = []
         patch.setattr(adapter, "check_reachable", lambda address: None)
-        patch.setattr(adapter, "is_pending", lambda actor: self.pending)
+        patch.setattr(adapter, "ask_pending", self.ask)
         self.played = PlayedFleet(patch, limit=3, address="head:6379").start()
         self.make, self.played.parts._places.actor = self.played.make, self.silent
         self.played.lose(1)
         self.played.until([0, 2])
         self.played.fleet.turn()
+
+    def ask(self, _actor: Actor) -> Future[bool]:
+        self.asked.append(Future())
+        if self.pending is not None:
+            self.asked[-1].set_result(self.pending)
+        return self.asked[-1]
 
     def silent(self, rank: int, *, beside: bool = False) -> Actor:
         actor = self.make(rank, beside=beside)
@@ -407,6 +419,38 @@ def test_process_that_has_begun_is_lost_after_its_silence(waiting: WaitingFleet)
     assert len(waiting.played.actors[1]) == 2
     waiting.wait()
     assert len(waiting.played.actors[1]) == 3
+
+
+def test_fleet_goes_on_while_rays_gcs_does_not_answer(waiting: WaitingFleet) -> None:
+    """The fleet asks once, waits for the answer in its turns, and carries out commands meanwhile."""
+    played, waiting.pending = waiting.played, None
+    for _ in range(3):
+        waiting.wait()
+    assert len(waiting.asked) == 1
+    assert len(played.actors[1]) == 2, "nobody knows that its process has begun"
+    played.fleet.lost(1, "worker 1 is gone")
+    played.fleet.turn()
+    assert played.fleet.failure is None
+    waiting.asked[0].set_result(False)
+    waiting.wait()
+    assert len(played.actors[1]) == 2, "its time begins with the answer"
+    waiting.wait()
+    assert len(played.actors[1]) == 3
+
+
+def test_question_about_an_actor_waits_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own call has no time limit. With a stopped GCS it did not return within 45 s (Ray 2.60)."""
+    answers = threading.Event()
+
+    def actors(_actor: str) -> dict[str, str]:
+        answers.wait(HANG_SECONDS)
+        return {"State": "PENDING_CREATION"}
+
+    monkeypatch.setattr(places, "state", SimpleNamespace(actors=actors))
+    asked = places.ask_pending(SimpleNamespace(_actor_id=b"\1"))
+    assert not asked.done()
+    answers.set()
+    assert asked.result(HANG_SECONDS)
 
 
 def test_process_that_ran_uses_up_a_restart(waiting: WaitingFleet) -> None:

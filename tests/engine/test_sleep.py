@@ -20,6 +20,7 @@ from tests.rank import Rank
 import moeyard_worker.engine.assembly.worker
 from moeyard_worker.config.worker_spec import ServedWeights
 from moeyard_worker.engine.assembly.sleeping import Sleeper
+from moeyard_worker.engine.memory.plan import step_bytes, sums_bytes
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_batch_tokens": 128, "max_model_len": 128}
 
@@ -103,6 +104,26 @@ def test_rank_without_room_does_not_wake(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.undo()
         rank.worker.wake()
         assert answers(rank)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_room_to_wake_includes_that_of_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, captured: bool) -> None:
+    """Weights and state alone would fit, and then captured steps, or the first step, would find no memory."""
+    with gpu_steps() if captured else nullcontext():
+        place = PLACE if captured else {"dtype": "float32"}
+        with Rank(make_checkpoint(tmp_path / "a", "qwen3_moe"), **SIZES, **place) as rank:
+            worker = rank.worker
+            config, model, footprints = worker._spec.config, worker._model, worker._device.footprints
+            steps = step_bytes(config, model, footprints)
+            steps += sums_bytes(config, model, worker._dtype.itemsize, footprints)
+            worker.check_wake()
+            freed = worker.sleep(1)
+            monkeypatch.setattr(worker._device, "available", lambda: freed + steps - 1)
+            with pytest.raises(ValueError, match=r"rank 0 needs .* to wake and has"):
+                worker.check_wake()
+            monkeypatch.setattr(worker._device, "available", lambda: freed + steps)
+            worker.check_wake()
+            worker.wake()
 
 
 def test_rank_that_cannot_sleep_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

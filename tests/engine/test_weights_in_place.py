@@ -4,6 +4,7 @@ Graphs are played on a CPU (`captured_on_cpu.py`), so the addresses are compared
 """
 
 import gc
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def answers(rank: Rank) -> dict[str, Reply]:
 
 
 def load(model: Path, **options: Any) -> Rank:
-    return Rank(model, **PLACE, max_num_seqs=4, max_batch_tokens=128, max_model_len=128, **options)
+    return Rank(model, **{**PLACE, **options}, max_num_seqs=4, max_batch_tokens=128, max_model_len=128)
 
 
 def change(rank: Rank, model: Path) -> None:
@@ -101,6 +102,30 @@ def test_another_form_is_refused_before_a_copy() -> None:
     overwrite(old, {"one": torch.ones(3), "two": torch.ones(2, 2)})
     assert old["one"].all()
     assert old["two"].all()
+
+
+@pytest.mark.parametrize("asleep", [0, 1, 2])
+@pytest.mark.parametrize("family", ["v4", "mla"])
+def test_weights_of_another_form_are_refused_before_a_change(tmp_path: Path, family: str, asleep: int) -> None:
+    """A GPU keeps fp32 matrices in bf16 if that holds their values, and captured steps are made for one of both."""
+    name, overrides, _ = CASES[family]
+    a, b = (
+        make_checkpoint(tmp_path / str(dtype), name, dtype=dtype, **overrides)
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    shutil.copy(a / "config.json", b)  # it names the dtype of most weights
+    with gpu_steps():
+        for served, other in ((a, b), (b, a)):
+            with load(served, dtype="bfloat16") as rank:
+                first = answers(rank)
+                if asleep:
+                    rank.worker.sleep(asleep)
+                with pytest.raises(ValueError, match=r"_(weight|compress) cannot be overwritten in place: torch\."):
+                    rank.worker.stage_weights(ServedWeights(version="2", directory=str(other)))
+                assert rank.worker._staged is None
+                rank.worker.stage_weights(ServedWeights(version="3", directory=str(served)))
+                rank.worker.wake()
+                same(answers(rank), first)
 
 
 def test_old_weights_are_freed_at_once(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from moeyard_router.config import RouterConfig, WorkerAddress
 from moeyard_router.errors import ApiError
 from moeyard_router.fleet.admission import PAUSE_SECONDS, SOON_SECONDS, TICK_SECONDS, Admission
 from moeyard_router.fleet.instructions import Carried, Connect, Disconnect, Lost, ReportLost, Run, Stop, WakeAt
-from moeyard_router.fleet.orders import Drain
+from moeyard_router.fleet.orders import Drain, Hold
 from moeyard_worker.protocol import Done, Rejected, SamplingParams, Tokens
 
 RANKS = 2
@@ -21,14 +21,14 @@ NEW = tuple(WorkerAddress(rank=rank, endpoint=f"tcp://127.0.0.1:{rank + 20}") fo
 class MachineDriver:
     """The machine, driven by a test that plays time, clients and workers. It is validated after every event."""
 
-    def __init__(self, **changes):
+    def __init__(self, *, ready=True, **changes):
         addresses = tuple(WorkerAddress(rank=rank, endpoint=f"tcp://127.0.0.1:{rank + 9}") for rank in range(RANKS))
         options = {"model_path": Path(), "workers": addresses, "max_model_len": 64, "vocab_size": 10}
         self.now = 100.0
         self.machine = Admission(self.now, RouterConfig(model_name="m", **{**options, "max_inflight": 8, **changes}))
         self.events = {}  # by sequence
         self.do("start", timed=False)
-        for rank in range(RANKS):
+        for rank in range(RANKS if ready else 0):
             self.ready(rank)
 
     def do(self, event, *args, timed=True, **named):
@@ -183,6 +183,29 @@ def test_disconnect_frees_the_slot():
     assert sorted(played.machine.flights.by_name) == ["r1-0"]
 
 
+def test_a_wait_for_the_fleet_itself_is_not_refused():
+    """Orders and losses that overlap stop the clock together: it runs again when the last of them ends."""
+    played = MachineDriver(worker_places=1, max_queue_seconds=0.5)
+    played.do("drain", Drain(ranks=(0, 1), rank=0))
+    played.submit("a")
+    played.do("broke", 0, "cut")
+    played.ready(0)
+    assert played.machine.is_whole
+    played.wait(9.0)
+    assert played.events == {}, "every rank drains"
+    assert where(played.do("drain", Drain(ranks=(), rank=0))) == [(0, "a-0", [])]
+
+
+def test_a_wait_at_a_router_that_was_started_again_is_not_refused():
+    """The fleet recovers while the new router connects."""
+    played = MachineDriver(worker_places=1, max_queue_seconds=0.5, restarted=True, ready=False)
+    played.submit("a")
+    played.wait(9.0)
+    assert played.events == {}
+    played.ready(0)
+    assert where(played.ready(1)) == [(0, "a-0", [])]
+
+
 @pytest.mark.parametrize("places", [None, 1])
 def test_random_walk(places):
     """All invariants hold after every event, and each sequence ends at most once."""
@@ -222,7 +245,9 @@ def walk(played, chance, step):
     elif event == "broke" and not machine.ranks[rank].lost:
         played.do("broke", rank, "cut")
     elif event == "drain":
-        played.do("drain", Drain(ranks=chance.choice([(), (0,), (1,)]), rank=rank, carry=chance.random() < 0.5))
+        played.do("drain", Drain(ranks=chance.choice([(), (0,), (1,), (0, 1)]), rank=rank, carry=chance.random() < 0.5))
+    elif event == "hold":
+        played.do("hold", Hold(mode=chance.choice([None, "keep", "abort"]), asleep=chance.choice([None, 0, 1])))
     elif event == "time":
         played.wait(chance.choice([0.01, 0.3, 4.0]))
     elif flight is not None and event == "abandon":
@@ -236,4 +261,4 @@ def walk(played, chance, step):
         played.do("heard", flight.rank, [said[event]])
 
 
-RARE = ["replace", "replace", "lose", "broke", "drain", "time"]
+RARE = ["replace", "replace", "lose", "broke", "drain", "hold", "time"]

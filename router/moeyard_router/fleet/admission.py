@@ -151,6 +151,7 @@ class Admission:
         if facts is not None:
             self.incidents.note(facts)
         self._settle(now)
+        self._drain(now)
         self._emit(Changed())
 
     def stop(self, reason: str) -> None:
@@ -242,6 +243,7 @@ class Admission:
             self.flights.enter(flight)
         if rank is None and (self.waiters.queue.num_sequences or not self.is_whole or not self._has_room()):
             self.waiters.push(now, flights)
+            self._set_clock(now)
             if self._tick is None:
                 self._tick = now + TICK_SECONDS
                 self._emit(WakeAt(self._tick))
@@ -271,10 +273,6 @@ class Admission:
         self.ranks.drain(order.ranks)
         if order.carry:
             self._move_flights(now, order.rank)
-        if not self.ranks.any_open():
-            self.waiters.room.hold(now)  # requests wait because of this order
-        elif self.is_whole and self.held is None:
-            self.waiters.room.resume(now)
         if order.size is not None:
             what = f"going on with {order.size} worker{'s'[: order.size > 1]}"
             self._pause(now, range(order.size, len(self.ranks)), what, "scale")
@@ -290,10 +288,6 @@ class Admission:
         """Carry out a pause, or end it. Return how many sequences have started and not ended, or UNKNOWN."""
         self._held = order.mode is not None
         self.asleep = self.asleep if order.asleep is None else order.asleep
-        if self.held is not None:
-            self.waiters.room.hold(now)
-        elif self.is_whole and self.ranks.any_open():
-            self.waiters.room.resume(now)
         if order.mode == "abort":
             self._abort_all(now)
         if order.switches:
@@ -462,9 +456,11 @@ class Admission:
         assert all(flight.name in pausing for flight in flights if flight.pauses), "a paused sequence has no timer"
         idle = any(not flight.pauses for flight in self.flights.waiting())
         idle = idle or (self.waiters.queue.num_sequences > 0 and not self.ranks.any_usable())
-        assert self.incidents.open is not None or not idle, "nothing will run a waiting sequence"
+        begins = not self._times_whole  # a router that was started again connects to the workers first
+        assert self.incidents.open is not None or not idle or begins, "nothing will run a waiting sequence"
         if self.waiters.queue.num_sequences:
             assert self._tick is not None, "no timer checks the queue"
+            assert self.waiters.room.is_held != self._may_start, "the clock of waits runs while requests may start"
             assert not self.is_whole or not self._has_room(), "a request is queued while a rank has room"
 
     # The messages of ranks.
@@ -586,7 +582,6 @@ class Admission:
         if not self._recovers:
             self.fail(now, reason)
         elif self.failure is None:
-            self.waiters.room.hold(now)
             self._begin(now, reason, lost)
 
     def _begin(
@@ -609,6 +604,7 @@ class Admission:
             self._late = now + seconds, f"the fleet was not whole again within {seconds:g} s: {reason}"
             self._emit(Began(incident))
             self._emit(WakeAt(self._late[0]))
+            self._set_clock(now)
         incident.report(now, reason, lost)
 
     def _end_recovery(self, reason: str) -> None:
@@ -642,8 +638,6 @@ class Admission:
                     incident.recomputed_tokens += flight.pending
             self._emit(Ended(incident))
             self._emit(Carried(incident.carried, incident.recomputed_tokens))
-        if self.held is None:
-            self.waiters.room.resume(now)
         self._drain(now)
         self._emit(Changed())
 
@@ -652,7 +646,6 @@ class Admission:
         self.ranks.pausing = reason
         for number in leaving:
             self.ranks[number].leaving = True
-        self.waiters.room.hold(now)
         self._begin(now, reason, planned=leaving, change=change)
 
     # Where sequences run.
@@ -668,8 +661,18 @@ class Admission:
     def _has_room(self) -> bool:
         return self.held is None and self.ranks.has_room(self.waiters.worker_places)
 
+    @property
+    def _may_start(self) -> bool:
+        """Whether requests may start on a rank with room."""
+        return self.is_whole and self.held is None and self.ranks.any_open()
+
+    def _set_clock(self, now: float) -> None:
+        """Let the clock of waits run while requests may start. The rest of a wait is for the fleet's own reasons."""
+        (self.waiters.room.resume if self._may_start else self.waiters.room.hold)(now)
+
     def _drain(self, now: float) -> None:
         """Start queued requests while a rank has room for them."""
+        self._set_clock(now)
         if not self.is_whole or not self.waiters.queue.num_sequences:
             return
         while self._has_room() and (flights := self.waiters.pop(now)):

@@ -1,4 +1,4 @@
-"""The workers' figures, read when Prometheus scrapes. Nothing is stored between scrapes. Unknown figures are absent."""
+"""The workers' figures, read when Prometheus scrapes. Unknown figures are absent."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from moeyard_router.fleet.counters import COUNTERS, added, values_of
 from moeyard_router.fleet.fleet import Fleet
+from moeyard_router.fleet.ranks import Rank
 
 Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 
-# Fields of the snapshot that are gauges. The others are totals of the workers, which include canary requests.
-_GAUGES = frozenset(("num_running", "num_waiting", "expert_slots"))
-# Name, field of the snapshot, help.
+# Name, field of the snapshot, help. Counters include canary requests.
 _PER_RANK = (
     ("num_requests_running", "num_running", "Sequences that take part in steps, per rank."),
     ("num_requests_waiting", "num_waiting", "Sequences in the queue of a rank."),
@@ -57,7 +57,7 @@ class FleetCollector(Collector):
         text = "Share of a rank's KV pages that live sequences hold."
         yield self._family(GaugeMetricFamily, "kv_cache_usage_ratio", text, usage)
         for name, field, text in _PER_RANK:
-            values = {worker["rank"]: worker.get("snapshot", {}).get(field) for worker in workers}
+            values = {rank.number: next(iter(_figure(rank, field)), None) for rank in self._fleet.admission.ranks}
             yield self._family(kind_of(field), name, text, values)
 
     def _family(self, kind: Family, name: str, text: str, values: Mapping[int, float | None]) -> Metric:
@@ -70,7 +70,7 @@ class FleetCollector(Collector):
 
 def kind_of(field: str) -> Family:
     """Return the kind of metric of a snapshot's field."""
-    return GaugeMetricFamily if field in _GAUGES else CounterMetricFamily
+    return CounterMetricFamily if field in COUNTERS else GaugeMetricFamily
 
 
 def kv_usage(workers: Iterable[Mapping[str, Any]]) -> float | None:
@@ -83,7 +83,21 @@ def kv_usage(workers: Iterable[Mapping[str, Any]]) -> float | None:
     return 1 - sum(snapshot["kv_pages_free"] for snapshot in snapshots) / pages if pages else None
 
 
-def total(workers: Iterable[Mapping[str, Any]], field: str) -> int | None:
-    """Return the sum of a snapshot's field over the ranks that have sent it. None if no rank has."""
-    known = [value for w in workers if (value := w.get("snapshot", {}).get(field)) is not None]
-    return sum(known) if known else None
+def total(fleet: Fleet, field: str) -> int | None:
+    """Return the sum of a snapshot's field over the ranks that have sent it. None if no rank has.
+
+    A counter includes the ranks that were lost or have left.
+    """
+    return next(iter(totals(fleet, field)), None)
+
+
+def totals(fleet: Fleet, field: str) -> tuple[int, ...]:
+    """Return the same sum of a field that has one number per place. Empty if no rank has sent it."""
+    ranks = fleet.admission.ranks
+    if field in COUNTERS:
+        return added(counters.total(field) for counters in ranks.counters.values())
+    return added(_figure(rank, field) for rank in ranks)
+
+
+def _figure(rank: Rank, field: str) -> tuple[int, ...]:
+    return rank.counters.total(field) if field in COUNTERS else values_of(rank.snapshot, field)

@@ -1,11 +1,13 @@
 """The router's view of each rank: its connection, its latest snapshot, and the load sent there. Pure."""
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from moeyard_router.config import RouterConfig, WorkerAddress
+from moeyard_router.fleet.counters import Counters
 from moeyard_router.fleet.policy import RankLoad
 from moeyard_worker.protocol import Snapshot
 
@@ -16,6 +18,7 @@ class Rank:
 
     draining: whether it takes no new sequences. `lost`: whether its worker does not come back.
     leaving: whether it is about to be replaced on request.
+    counters: what its workers have counted, lost ones included.
     sequences: number of this router's sequences there. `pending`: their tokens that are not computed yet.
     snapshot: the latest one. `own_at_snapshot`, `pending_at_snapshot`: the two counts at that time.
     broke: time at which its connection broke, in monotonic seconds. `epoch`: the epoch that its worker must still have
@@ -26,6 +29,7 @@ class Rank:
     endpoint: str
     draining: bool
     lost: bool
+    counters: Counters
     sequences: int = 0
     pending: int = 0
     connected: bool = False
@@ -38,9 +42,9 @@ class Rank:
     leaving: bool = False
 
     @classmethod
-    def at(cls, address: WorkerAddress) -> "Rank":
+    def at(cls, address: WorkerAddress, counters: Counters) -> "Rank":
         """Return a rank without a connection."""
-        return cls(address.rank, address.endpoint, draining=address.draining, lost=address.away)
+        return cls(address.rank, address.endpoint, draining=address.draining, lost=address.away, counters=counters)
 
     @property
     def away(self) -> bool:
@@ -71,6 +75,7 @@ class Rank:
 
     def take(self, snapshot: Snapshot) -> None:
         """Store the latest snapshot, and this router's load at that time."""
+        self.counters.take(snapshot, first=self.snapshot is None)
         self.snapshot = snapshot
         self.own_at_snapshot, self.pending_at_snapshot = self.sequences, self.pending
 
@@ -114,14 +119,19 @@ class Rank:
 
 
 class Ranks:
-    """All ranks by number. `pausing`: why nothing runs until `replace`, if ranks are about to be replaced."""
+    """All ranks by number.
+
+    pausing: why nothing runs until `replace`, if ranks are about to be replaced.
+    counters: by number, also of ranks that have left.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         self.addresses = config.workers
         self.pausing: str | None = None
         self._config = config
         self._replaced = False
-        self._all = [Rank.at(address) for address in self.addresses]
+        self.counters: defaultdict[int, Counters] = defaultdict(Counters)
+        self._all = [Rank.at(address, self.counters[address.rank]) for address in self.addresses]
 
     def __getitem__(self, number: int) -> Rank:
         return self._all[number]
@@ -145,7 +155,9 @@ class Ranks:
         """Use `addresses`. The ranks in `new` have another worker. Ranks that left must hold nothing."""
         kept = self._all[: len(addresses)]
         assert not any(rank.sequences for rank in self._all[len(addresses) :]), "a rank left with its sequences"
-        self._all = [Rank.at(a) if a.rank in new else kept[a.rank] for a in addresses]
+        for number in new:
+            self.counters[number].begin()
+        self._all = [Rank.at(a, self.counters[a.rank]) if a.rank in new else kept[a.rank] for a in addresses]
         self.addresses, self._replaced, self.pausing = addresses, True, None
         for rank, address in zip(self._all, addresses, strict=True):
             rank.draining, rank.leaving = address.draining, False

@@ -1,20 +1,19 @@
-"""vLLM's names of metrics, read when Prometheus scrapes. Nothing is stored between scrapes. Unknown figures are absent.
+"""vLLM's names of metrics, read when Prometheus scrapes. Unknown figures are absent.
 
 vLLM's dashboards and the inference gateway of Kubernetes find the router by them. The whole fleet appears as one vLLM
-engine (`engine="0"`). A value is the sum over ranks; for the KV cache it is the share of all ranks' pages. Names and
-labels are those of vllm/v1/metrics/loggers.py in vLLM's repository.
+engine (`engine="0"`). A value is the sum over ranks, and counters include lost ranks. For the KV cache it is the share
+of all ranks' pages. Names and labels are those of vllm/v1/metrics/loggers.py in vLLM's repository.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from moeyard_router.fleet.collector import SLEEP_STATES, Family, kind_of, kv_usage, total
+from moeyard_router.fleet.collector import SLEEP_STATES, Family, kind_of, kv_usage, total, totals
 from moeyard_router.fleet.fleet import Fleet
 from moeyard_router.metrics import RouterMetrics, cumulative
 from moeyard_worker.protocol import STEP_ROWS
@@ -96,7 +95,7 @@ class VllmFleetAliases(Collector):
         """Yield all aliases."""
         workers = self._fleet.admission.describe()["workers"]
         for name, field, text in _FLEET:
-            value = total(workers, field)
+            value = total(self._fleet, field)
             if value is None:
                 continue
             if field == "num_waiting":
@@ -110,7 +109,7 @@ class VllmFleetAliases(Collector):
                     label="reason",
                     values={"capacity": value, "deferred": 0},
                 )
-        yield from self._steps(workers)
+        yield from self._steps()
         yield self._labelled(
             GaugeMetricFamily,
             "engine_sleep_state",
@@ -133,19 +132,16 @@ class VllmFleetAliases(Collector):
             family.add_metric((str(snapshots[0]["page_size"]), str(pages), _ENGINE), 1.0)
             yield family
 
-    def _steps(self, workers: Iterable[Mapping[str, Any]]) -> Iterable[Metric]:
+    def _steps(self) -> Iterable[Metric]:
         """Yield what ranks count by the rows of their steps and by the places of drafts."""
-        snapshots = [worker["snapshot"] for worker in workers if "snapshot" in worker]
-        steps = _sums(snapshot["steps_by_rows"] for snapshot in snapshots)
-        if steps:
-            rows = sum(snapshot["step_rows"] or 0 for snapshot in snapshots)
+        if steps := totals(self._fleet, "steps_by_rows"):
+            rows = total(self._fleet, "step_rows") or 0
             family = HistogramMetricFamily(
                 "vllm:iteration_tokens_total", "Rows of a rank's step that has rows.", labels=("model_name", "engine")
             )
             family.add_metric((self._model_name, _ENGINE), cumulative(STEP_ROWS, steps), float(rows))
             yield family
-        accepted = _sums(snapshot["accepted_by_place"] for snapshot in snapshots)
-        if accepted:
+        if accepted := totals(self._fleet, "accepted_by_place"):
             yield self._labelled(
                 CounterMetricFamily,
                 "spec_decode_num_accepted_tokens_per_pos",
@@ -196,8 +192,3 @@ def _http(requests: Metric, durations: Metric) -> Iterable[Metric]:
             labels = {"handler": sample.labels["path"]} | {k: v for k, v in sample.labels.items() if k == "le"}
             renamed.samples.append(Sample(sample.name.removeprefix("moeyard_"), labels, sample.value))
     yield renamed
-
-
-def _sums(counts: Iterable[Iterable[int]]) -> list[int]:
-    """Return the sums of equally long tuples, one per place. Ranks without counts send an empty one."""
-    return [sum(column) for column in zip(*filter(None, counts), strict=True)]

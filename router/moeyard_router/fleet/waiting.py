@@ -163,6 +163,11 @@ class WaitingRoom:
             self.overload.refused(now)
         return late
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the clock of all waits stands."""
+        return self._held is not None
+
     def hold(self, now: float) -> None:
         """Stop the clock of all waits, because nothing runs."""
         if self._held is None:

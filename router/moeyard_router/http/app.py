@@ -1,5 +1,6 @@
 """The router's HTTP surface as an ASGI app."""
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,11 +22,11 @@ from moeyard_router.http.engine_info import EngineInfo
 from moeyard_router.http.gate import MODELS, RequestGate
 from moeyard_router.http.live import LiveView, page_routes
 from moeyard_router.http.openapi import Documents
-from moeyard_router.http.siblings import Siblings, summed
+from moeyard_router.http.siblings import Siblings, largest, summed
 from moeyard_router.http.trainers import trainer_routes
 from moeyard_router.metrics import METRICS_CONTENT_TYPE
 
-_METRICS_PAGE = "metrics"  # its name among sibling routers
+_METRICS_PAGE, _FLEET_PAGE = "metrics", "fleet"  # their names among sibling routers
 
 
 def create_app(services: Services, *, health: Health, keys: KeyRing, siblings: Siblings | None = None) -> ASGIApp:
@@ -98,6 +99,7 @@ class _Pages:
         self._created = int(time.time())
         if siblings is not None:
             siblings.offer(_METRICS_PAGE, services.metrics.own_page)
+            siblings.offer(_FLEET_PAGE, services.metrics.fleet_page)
 
     async def models(self) -> dict[str, Any]:
         """Return OpenAI's list of models: the served model under each of its names."""
@@ -141,10 +143,12 @@ class _Pages:
 
     async def metrics(self, request: Request) -> Response:
         """Return Prometheus metrics: the sum over all routers on the port, and the fleet's."""
-        counted = self._metrics.own_page()
+        counted, fleet = self._metrics.own_page(), self._metrics.fleet_page()
         if self._siblings is not None:
-            counted = summed([counted, *await self._siblings.ask(_METRICS_PAGE)])
-        return Response(counted + self._metrics.fleet_page(), headers={"content-type": METRICS_CONTENT_TYPE})
+            asked = asyncio.gather(self._siblings.ask(_METRICS_PAGE), self._siblings.ask(_FLEET_PAGE))
+            counts, fleets = await asked
+            counted, fleet = summed([counted, *counts]), largest([fleet, *fleets])
+        return Response(counted + fleet, headers={"content-type": METRICS_CONTENT_TYPE})
 
     async def metrics_targets(self) -> list[dict[str, Any]]:
         """Return the addresses of the workers' metrics for Prometheus' HTTP service discovery."""

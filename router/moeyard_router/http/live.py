@@ -149,7 +149,7 @@ class LiveView:
             "unready": self._health.unready(),
             **fleet,
             "generation": self._fleet.admission.generation,
-            "totals": {name: total(workers, name) for name in _FLEET_SUMS} | {"kv_usage": kv_usage(workers)},
+            "totals": {name: total(self._fleet, name) for name in _FLEET_SUMS} | {"kv_usage": kv_usage(workers)},
             **_counters_and_histograms(figures["samples"]),
             "requests": figures["requests"],
             "refusals": figures["refusals"],

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +101,24 @@ def merged(figures: Sequence[Mapping[str, Any]], *, num_requests: int) -> dict[s
 
 
 _TIMES = ("_created", "_start_time_seconds")  # Unix times at which a series or process began
+_COUNTS = ("counter", "histogram")  # types of metrics that never fall
 
 
 def summed(pages: Iterable[bytes]) -> bytes:
     """Sum all samples of pages in Prometheus' text format. Take the earliest creation times. Raises `ValueError`."""
+    return _combined(pages, lambda family, sample: min if sample.endswith(_TIMES) else add)
+
+
+def largest(pages: Iterable[bytes]) -> bytes:
+    """Return the first page with the largest counts of all. Raises `ValueError`.
+
+    A router that was started again has not seen what workers had counted that were lost before.
+    """
+    return _combined(pages, lambda family, sample: max if family.type in _COUNTS else lambda value, other: value)
+
+
+def _combined(pages: Iterable[bytes], rule: Callable[[Metric, str], Callable[[float, float], float]]) -> bytes:
+    """Combine samples of the same name and labels by the function that `rule` gives for family and name."""
     families: dict[str, Metric] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for page in pages:
@@ -112,10 +127,8 @@ def summed(pages: Iterable[bytes]) -> bytes:
             samples = values.setdefault(family.name, {})
             for sample in family.samples:
                 key = (sample.name, tuple(sample.labels.items()))
-                if sample.name.endswith(_TIMES):
-                    samples[key] = min(samples.get(key, sample.value), sample.value)
-                else:
-                    samples[key] = samples.get(key, 0.0) + sample.value
+                known = samples.get(key)
+                samples[key] = sample.value if known is None else rule(family, sample.name)(known, sample.value)
     for name, family in families.items():
         family.samples = [Sample(sample, dict(labels), value) for (sample, labels), value in values[name].items()]
     return generate_latest(_Collected(families.values()))

@@ -18,6 +18,7 @@ from moeyard_worker.checkpoint.dummy import DummyWeights
 from moeyard_worker.checkpoint.reading import PinnedBuffers, Reader
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.model_config import ModelConfig
+from moeyard_worker.models.spec import ModelSpec
 
 
 def open_checkpoint(directory: Path | str, config: ModelConfig, gguf: str | None = None) -> CheckedCheckpoint:
@@ -38,16 +39,25 @@ def open_weights(
     return CheckpointWeights(checkpoint, backend=backend, dtype=dtype, progress=progress, pinned=pinned)
 
 
-def read_through(checkpoint: CheckedCheckpoint, dtype: torch.dtype, experts: Iterable[tuple[int, int]]) -> None:
+def read_through(
+    checkpoint: CheckedCheckpoint,
+    dtype: torch.dtype,
+    experts: Iterable[tuple[int, int]],
+    compare: Callable[[ModelSpec, Callable[[Weight], Any]], None] | None = None,
+) -> None:
     """Read all dense weights and these experts, (layer, expert), in host memory, and keep nothing.
 
     A rank without room for a second copy calls it before it overwrites its weights: files that cannot be read, or hold
-    damaged scales, are found before the first byte changes. Raises CheckpointError and OSError.
+    damaged scales, are found before the first byte changes. `compare` loads all dense weights and compares them with
+    those in use (`Runner.compare`). Raises CheckpointError and OSError, and the errors of `compare`.
     """
     host = _HostBackend()
     weights = CheckpointWeights(checkpoint, backend=cast("Backend", host), dtype=dtype)
-    for weight in checkpoint.spec.dense():
-        weights.load(weight)
+    if compare is None:
+        for weight in checkpoint.spec.dense():
+            weights.load(weight)
+    else:
+        compare(checkpoint.spec, weights.load)
     name = str(dtype).removeprefix("torch.")
     form = checkpoint.spec.config.expert_form(name)
     views = blob_views(form, torch.empty(form.blob_bytes, dtype=torch.uint8))

@@ -19,15 +19,24 @@ def overwrite(target: Any, source: Any) -> None:
     """Copy every tensor that `source` holds into the tensor at the same place in `target`.
 
     Objects that both share are left alone, such as the backend and a layer's state. All pairs are checked before the
-    first copy. Raises ValueError, naming the place, if two tensors differ in shape, dtype or device.
+    first copy. Raises ValueError as `compare`.
+    """
+    for old, new in compare(target, source):
+        old.copy_(new)
+
+
+def compare(target: Any, source: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the pairs of tensors that `overwrite` copies. The new ones may be on another device.
+
+    Raises ValueError, naming the place, if two tensors differ in shape or dtype. Backends choose some dtypes by the
+    values of a weight.
     """
     pairs = list(_pairs(target, source, type(target).__name__, set()))
     for old, new, place in pairs:
-        if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
             kinds = " and ".join(f"{each.dtype} {list(each.shape)}" for each in (old, new))
             raise ValueError(f"{place} cannot be overwritten in place: {kinds}; start the server with these weights")
-    for old, new, _ in pairs:
-        old.copy_(new)
+    return [(old, new) for old, new, _ in pairs]
 
 
 def tensors(value: Any, place: str, without: Collection[int] = ()) -> Iterator[tuple[str, torch.Tensor]]:

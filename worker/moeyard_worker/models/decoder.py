@@ -11,7 +11,7 @@ from moeyard_kernels.types.matrix import Matrix
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts, Mlp, Moe
-from moeyard_worker.layers.overwriting import overwrite, tensors
+from moeyard_worker.layers.overwriting import tensors
 from moeyard_worker.layers.residual import AddNormStreams, HyperStreams, Residual, Streams
 from moeyard_worker.layers.rope import rope_table
 from moeyard_worker.layers.routing import StepRouting
@@ -20,6 +20,8 @@ from moeyard_worker.models.spec import LayerSpec, ModelSpec
 
 # Returns a `Matrix` if `Weight.matrix`, else a tensor.
 Load = Callable[[Weight], Any]
+# What is done with present weights and new ones of the same structure: `overwrite` or `compare`.
+Use = Callable[[Any, Any], object]
 # Returns the state arrays of a layer by name. Called once per layer.
 Allocate = Callable[[int], Mapping[str, torch.Tensor]]
 
@@ -155,17 +157,17 @@ class Decoder:
         self._lm_head: Matrix = Matrix.plain(self._embed) if spec.lm_head is None else load(spec.lm_head)
 
     def shared(self) -> list[torch.Tensor]:
-        """Return the tensors that layers share, which `overwrite` leaves alone."""
+        """Return the tensors that layers share, which `renew` leaves alone."""
         return [tensor for _, tensor in tensors((self._ropes, self.streams), "shared", {id(self._backend)})]
 
-    def overwrite(self, spec: ModelSpec, load: Load) -> None:
-        """Load weights into the memory of the present ones. Raises ValueError as `overwrite` of layers."""
-        overwrite(self._embed, load(spec.embed))
+    def renew(self, spec: ModelSpec, load: Load, use: Use) -> None:
+        """Call `use` with the present weights and those that `load` gives, one layer at a time."""
+        use(self._embed, load(spec.embed))
         for i, layer in enumerate((*self._layers, *self.more_layers)):
-            overwrite(layer, self._make(spec, i, load))
-        overwrite(self._ending, self.streams.last(load_all(load, spec.head_site)))
+            use(layer, self._make(spec, i, load))
+        use(self._ending, self.streams.last(load_all(load, spec.head_site)))
         if spec.lm_head is not None:
-            overwrite(self._lm_head, load(spec.lm_head))
+            use(self._lm_head, load(spec.lm_head))
 
     def forward(self, plan: StepPlan, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return fp32 logits [num_sampled or more, V] of the plan's sample rows. Rows from num_sampled on are garbage.

@@ -15,8 +15,7 @@ import torch
 
 from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_worker.layers.compressed import BlockAttention
-from moeyard_worker.layers.overwriting import overwrite
-from moeyard_worker.models.decoder import Decoder, Load, load_all
+from moeyard_worker.models.decoder import Decoder, Load, Use, load_all
 from moeyard_worker.models.spec import BlockDraftSpec, ModelSpec
 
 
@@ -36,9 +35,9 @@ class BlockDrafter:
         parts = (draft.read_join, draft.read_norm, draft.markov_in, draft.markov_out)
         return *map(load, parts), self._model.streams.last(load_all(load, draft.head_site))
 
-    def overwrite(self, spec: ModelSpec, load: Load) -> None:
-        """Load weights into the memory of the present ones, but for those of the layers, which the model overwrites."""
-        overwrite(self._parts, self._load(spec, load))
+    def renew(self, spec: ModelSpec, load: Load, use: Use) -> None:
+        """Call `use` as `Decoder.renew`, but for the weights of the layers, which the model renews."""
+        use(self._parts, self._load(spec, load))
 
     def store(self, hidden: torch.Tensor, plan: StepPlan) -> None:
         """Store the keys of a step's rows, from the model's `hidden` states [num_rows, ...] of the same plan."""

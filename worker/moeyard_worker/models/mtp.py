@@ -7,9 +7,8 @@ further tokens the layer takes its own hidden state in place of the model's.
 import torch
 
 from moeyard_kernels.backend import Backend, StepPlan
-from moeyard_worker.layers.overwriting import overwrite
 from moeyard_worker.layers.residual import Residual
-from moeyard_worker.models.decoder import Decoder, DecoderLayer, Load, load_all
+from moeyard_worker.models.decoder import Decoder, DecoderLayer, Load, Use, load_all
 from moeyard_worker.models.spec import DraftSpec, ModelSpec
 
 
@@ -29,13 +28,13 @@ class Drafter:
         self._ending = model.streams.last(load_all(load, draft.head_site))
         self._last, self._to_head = self._ending
 
-    def overwrite(self, spec: ModelSpec, load: Load) -> None:
-        """Load weights into the memory of the present ones, but for those of `layer`, which the model overwrites."""
+    def renew(self, spec: ModelSpec, load: Load, use: Use) -> None:
+        """Call `use` as `Decoder.renew`, but for the weights of `layer`, which the model renews."""
         draft = spec.draft
         assert isinstance(draft, DraftSpec), "the model has a layer of multi-token prediction"
         parts = (load(draft.token_norm), load(draft.hidden_norm), load_all(load, draft.joins))
-        overwrite((self._token_norm, self._hidden_norm, self._joins), parts)
-        overwrite(self._ending, self._model.streams.last(load_all(load, draft.head_site)))
+        use((self._token_norm, self._hidden_norm, self._joins), parts)
+        use(self._ending, self._model.streams.last(load_all(load, draft.head_site)))
 
     def forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, plan: StepPlan) -> torch.Tensor:
         """Return the layer's hidden states, which `head` reads, in the shape of `hidden`.

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +56,7 @@ from moeyard.fleet.messages import (
     Tick,
     named,
 )
-from moeyard.fleet.ray.places import PLACEMENT_SECONDS, Places, Standby, is_pending, never_ran
+from moeyard.fleet.ray.places import PLACEMENT_SECONDS, Places, Standby, ask_pending, never_ran
 from moeyard.fleet.ray.processes import RAYLET, Guard, LocalRay, Vitals, fence_process, is_tracker, kill_process
 from moeyard.fleet.ray.start import check_reachable, connect, first_line
 from moeyard.fleet.routers import RouterProcesses
@@ -86,7 +87,8 @@ class Stopped(Exception):
 class Actor:
     """The actor of a process. `place`: node, pid and start time of the process, once known. `beside`: see `Make`.
 
-    `begun`: whether Ray was seen to have started a process that has given no sign yet.
+    `begun`: whether Ray was seen to have started a process that has given no sign yet. `pending`: the open question
+    whether it has.
     """
 
     handle: Any
@@ -96,6 +98,7 @@ class Actor:
     place: Mapping[str, Any] | None = None
     asked_at: float | None = None
     answered: bool = True
+    pending: Future[bool] | None = None
 
 
 class RayFleet:
@@ -342,8 +345,11 @@ class RayFleet:
                 if not self._may_wait(actor) or actor.begun:
                     silent.add(process)
                     continue
+                actor.pending = actor.pending or ask_pending(actor.handle)
+                if not actor.pending.done():
+                    continue
                 # The time of a process counts from when Ray has started it.
-                actor.asked_at, actor.begun = now, not is_pending(actor.handle)
+                actor.asked_at, actor.begun, actor.pending = now, not actor.pending.result(), None
                 if not actor.begun:
                     log.warning("rank %d waits for a host: the one of its last process is gone, or full", actor.rank)
         return [Silent(frozenset(silent), self._patience)] if silent else []

@@ -1,7 +1,9 @@
 """Places of ranks in Ray: one placement group for the first ranks, one for each later rank; and standbys."""
 
+import threading
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -118,9 +120,22 @@ def too_small(resources: dict[str, float], workers: int, *, gpus: int) -> str | 
     return None
 
 
-def is_pending(actor: Any) -> bool:
-    """Return whether Ray has not started an actor's process yet: no host has room, or its host does not answer."""
-    return state.actors(actor._actor_id.hex()).get("State") in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
+def ask_pending(actor: Any) -> Future[bool]:
+    """Ask whether Ray has not started an actor's process yet: no host has room, or its host does not answer.
+
+    A thread of its own waits for the answer, which has no time limit: Ray's GCS may be slow, stopped or gone.
+    """
+    answer: Future[bool] = Future()
+
+    def ask() -> None:
+        try:
+            found = state.actors(actor._actor_id.hex()).get("State")
+            answer.set_result(found in ("DEPENDENCIES_UNREADY", "PENDING_CREATION"))
+        except Exception as error:  # boundary: the reader of the answer raises it
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="ray-pending", daemon=True).start()
+    return answer
 
 
 def never_ran(error: RayError) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.engine.assembly.device import Device
+from moeyard_worker.engine.memory.plan import Reserve
 from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.experts.cache import ExpertCache, ExpertSource
@@ -89,13 +90,20 @@ def _bytes(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
 class Sleeper:
     """The memory of one rank. Call `sleep`, `change_weights` and `wake` between two epochs.
 
-    runner: the model and its state. level: 0 while the rank is awake. needs: the bytes that `wake` takes.
+    runner: the model and its state. level: 0 while the rank is awake. needs: the bytes that `wake` takes for them.
     """
 
-    def __init__(self, device: Device, runner: Runner, experts: ExpertCache) -> None:
+    def __init__(self, device: Device, runner: Runner, experts: ExpertCache, reserve: Reserve) -> None:
         self._device, self.runner, self._experts = device, runner, experts
+        # Tensors of steps. Captured steps keep theirs, and sleep gives them back.
+        self._step_bytes = reserve.workspace + reserve.sums
         self._storages = _Storages()
         self.level = self.needs = 0
+
+    @property
+    def room(self) -> int:
+        """The bytes that must be free to wake and run steps, 0 if the rank is awake."""
+        return self.needs + self._step_bytes if self.level else 0
 
     def refusal(self, level: int, free: int) -> str | None:
         """Return why this rank cannot sleep, or None. `free`: bytes of host memory that it may take."""

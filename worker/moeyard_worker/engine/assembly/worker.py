@@ -254,7 +254,7 @@ class Worker:
                 routing_bytes=routing.row_bytes if routing and config.enable_return_routed_experts else 0,
             )
         )
-        self._sleeper = Sleeper(self._device, runner, experts)
+        self._sleeper = Sleeper(self._device, runner, experts, plan.reserve)
         self._resume = partial(self._device.step_runner, runner, config, plan)
         step_runner = self.runner = self._resume()
         prepared = time.perf_counter()
@@ -352,8 +352,9 @@ class Worker:
         """Check other weights, and read what this rank will need of them, while steps run with the present ones.
 
         On a CPU the rank then holds both. A GPU has no room for that, so everything is read once to find faults, and
-        read again by `use_weights`. Return `weights` (their identity) and `fingerprint`. Raises ValueError, in one
-        line, if the rank cannot serve these weights. Then nothing has changed.
+        read again by `use_weights`. Its captured steps need the new weights in the form of the present ones. Return
+        `weights` (their identity) and `fingerprint`. Raises ValueError, in one line, if the rank cannot serve these
+        weights. Then nothing has changed.
         """
         self.discard_weights()
         self._reading = weights
@@ -362,8 +363,9 @@ class Worker:
         found = check_weights(self._spec.config, self._model, weights)
         assert isinstance(found, CheckedCheckpoint), "new weights are files"
         change: Callable[[], None]
+        compare = self._sleeper.runner.compare if self._device.captures else None
         if self._sleeper.level:
-            read_through(found, self._dtype, self.experts.owned_keys())
+            read_through(found, self._dtype, self.experts.owned_keys(), compare)
             change = partial(self._sleeper.change_weights, self._dense_bytes(found))
         elif isinstance(self.runner, Runner):
             self._check_room(found)
@@ -371,7 +373,7 @@ class Worker:
             model, experts = self.runner.assemble(found.spec, source.load), self.experts.stage(source)
             change = partial(self._swap, model, experts)
         else:
-            read_through(found, self._dtype, self.experts.owned_keys())
+            read_through(found, self._dtype, self.experts.owned_keys(), compare)
             change = partial(self._overwrite, found)
         if self._reading is weights:  # nobody has discarded them meanwhile
             self._staged = StagedWeights(weights=weights, checkpoint=found, change=change)
@@ -427,8 +429,8 @@ class Worker:
         return freed
 
     def check_wake(self) -> None:
-        """Raise ValueError if there is no room to wake. Nothing changes."""
-        needed, free = self._sleeper.needs, self._free()
+        """Raise ValueError if there is no room to wake and run steps. Nothing changes."""
+        needed, free = self._sleeper.room, self._free()
         if needed > free:
             raise ValueError(
                 f"rank {self._spec.rank} needs {format_size(needed)} to wake and has {format_size(free)}; free memory, "

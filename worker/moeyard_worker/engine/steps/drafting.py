@@ -54,24 +54,20 @@ class Speculation:
 
     def draft(
         self,
+        tails: "Sequence[Tail]",
         step: Step,
         plan: StepPlan,
         hidden: torch.Tensor,
-        requests: Sequence[Request],
-        rows: Sequence[SampledRow],
-        results: Sequence[Accepted],
         *,
         num_passes: int,
         most_rows: int,
-    ) -> list[Accepted]:
-        """Return `results` with up to `num_passes` drafts each.
+    ) -> None:
+        """Add up to `num_passes` drafts to each of the step's `tails` (`tails_of`).
 
-        `hidden` [num_rows, H] are the step's inputs to the head, and `plan` is the step's plan; `requests`, `rows` and
-        `results` belong to its sampled chunks. No rank brings more than `most_rows` rows to the step's exchanges.
-        Raises ExchangeError when a peer is lost.
+        `hidden` [num_rows, H] are the step's inputs to the head, and `plan` is the step's plan. No rank brings more
+        than `most_rows` rows to the step's exchanges. Raises ExchangeError when a peer is lost.
         """
-        tails = _tails(step, requests, rows, results)
-        token_ids = torch.from_numpy(_tokens_behind(step, results, plan.num_rows))
+        token_ids = torch.from_numpy(_tokens_behind(step, tails, plan.num_rows))
         x = self.drafter.forward(to_device(token_ids, hidden.device), hidden, plan)
         going = [tail for tail in tails if tail.wants(1, self._backend.page_size)]
         x = _rows(x, [tail.row for tail in going])
@@ -88,9 +84,8 @@ class Speculation:
             self._choose(x, going)
         # A rank without rows drains too: these passes also wait for peers.
         self._exchange.steps.drain()
-        return [replace(tail.result, drafts=tuple(tail.drafts)) for tail in tails]
 
-    def _choose(self, x: torch.Tensor, going: "Sequence[_Tail]") -> None:
+    def _choose(self, x: torch.Tensor, going: "Sequence[Tail]") -> None:
         if not going:
             return
         self._exchange.steps.drain()
@@ -108,25 +103,20 @@ class BlockSpeculation:
 
     def draft(
         self,
+        tails: "Sequence[Tail]",
         step: Step,
         plan: StepPlan,
         hidden: torch.Tensor,
-        requests: Sequence[Request],
-        rows: Sequence[SampledRow],
-        results: Sequence[Accepted],
         *,
         num_passes: int,
         most_rows: int,
-    ) -> list[Accepted]:
-        """Return `results` with up to `num_passes` drafts each. Arguments and errors are those of `Speculation`.
-
-        Call it without passes too: later drafts need the keys of all positions.
-        """
-        tails, size = _tails(step, requests, rows, results), self._block.size
-        if plan.num_tokens:
+    ) -> None:
+        """Add drafts as `Speculation`. Call it without passes too: later drafts need the keys of all positions."""
+        size = self._block.size
+        if step.num_tokens:
             self.drafter.store(hidden, plan)
         if not num_passes:
-            return list(results)
+            return
         going = [t for t in tails if t.wants(1, self._backend.page_size) and t.end + size <= self._max_position]
         # A sequence with a block has one row of the step or more.
         self._exchange.steps.set_rows(PeerRows(most_rows * size))
@@ -134,9 +124,8 @@ class BlockSpeculation:
         self._exchange.steps.drain()
         if going:
             self._choose(x, going, min(num_passes, size))
-        return [replace(tail.result, drafts=tuple(tail.drafts)) for tail in tails]
 
-    def _choose(self, x: torch.Tensor, going: "Sequence[_Tail]", num_drafts: int) -> None:
+    def _choose(self, x: torch.Tensor, going: "Sequence[Tail]", num_drafts: int) -> None:
         size = self._block.size
         wanted = [i * size + j for i in range(len(going)) for j in range(num_drafts)]
         logits = self.drafter.head(_rows(x, wanted)).float().unflatten(0, (len(going), num_drafts))
@@ -149,7 +138,7 @@ class BlockSpeculation:
             _extend([going[i] for i in kept], biased, self._backend, self._eos_token_ids)
 
 
-def _extend(tails: "Sequence[_Tail]", logits: torch.Tensor, backend: Backend, eos_token_ids: tuple[int, ...]) -> None:
+def _extend(tails: "Sequence[Tail]", logits: torch.Tensor, backend: Backend, eos_token_ids: tuple[int, ...]) -> None:
     """Add a draft to each tail, chosen by its row of logits [tails, V] fp32."""
     found = choose(backend, logits, [tail.row_of_next() for tail in tails], eos_token_ids)
     for tail, (token_id, _) in zip(tails, found, strict=True):
@@ -160,7 +149,7 @@ def _rows(x: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return x.index_select(0, to_device(torch.tensor(rows, dtype=torch.int64), x.device))
 
 
-class _Tail:
+class Tail:
     """The end of one sequence: its accepted tokens, and the drafts after them.
 
     `row` of the step read the token before the last accepted one, which is at position `end`.
@@ -185,6 +174,10 @@ class _Tail:
         # The row that produces the draft is two positions before it.
         pages, dropped = self._chunk.behind
         return self.end + number < request.limit and self.end + number - 2 - dropped < len(pages) * page_size
+
+    def drafted(self) -> Accepted:
+        """Return the result with the drafts."""
+        return replace(self.result, drafts=tuple(self.drafts))
 
     @property
     def last(self) -> int:
@@ -225,30 +218,31 @@ class _Tail:
         )
 
 
-def _tails(
+def tails_of(
     step: Step, requests: Sequence[Request], rows: Sequence[SampledRow], results: Sequence[Accepted]
-) -> list[_Tail]:
-    tails: list[_Tail] = []
+) -> list[Tail]:
+    """Return the tails of a step's sampled chunks, to which `requests` and `results` belong, and all sampled `rows`."""
+    tails: list[Tail] = []
     end = sampled = 0
     for chunk in step.chunks:
         end += chunk.num_tokens
         if chunk.num_sampled:
             number = len(tails)
             row = end - chunk.num_sampled + len(results[number].token_ids) - 1
-            tails.append(_Tail(chunk, requests[number], rows[sampled], results[number], row=row))
+            tails.append(Tail(chunk, requests[number], rows[sampled], results[number], row=row))
             sampled += chunk.num_sampled
     return tails
 
 
-def _tokens_behind(step: Step, results: Sequence[Accepted], num_rows: int) -> np.ndarray:
+def _tokens_behind(step: Step, tails: Sequence[Tail], num_rows: int) -> np.ndarray:
     """Return [num_rows] int64: the token after each row; zero after a refused draft and in the padding."""
     token_ids, begin = np.zeros(num_rows, dtype=np.int64), 0
-    remaining = iter(results)
+    remaining = iter(tails)
     for chunk in step.chunks:
         first = chunk.num_tokens - chunk.num_sampled
         behind = chunk.token_ids[1 : first + 1]
         if chunk.num_sampled:
-            behind += next(remaining).token_ids
+            behind += next(remaining).result.token_ids
         elif chunk.following is not None:
             behind += (chunk.following,)
         token_ids[begin : begin + len(behind)] = behind

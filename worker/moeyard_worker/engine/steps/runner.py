@@ -19,12 +19,12 @@ from moeyard_worker.engine.sampling.sampling import (
     unsound,
 )
 from moeyard_worker.engine.sampling.scoring import Scores, read_scores, score, unsound_scores
-from moeyard_worker.engine.steps.drafting import BlockSpeculation, Speculation
+from moeyard_worker.engine.steps.drafting import BlockSpeculation, Speculation, tails_of
 from moeyard_worker.exchange.base import Exchange, PeerRows
 from moeyard_worker.layers.moe import Experts
-from moeyard_worker.layers.overwriting import tensors
+from moeyard_worker.layers.overwriting import compare, overwrite, tensors
 from moeyard_worker.layers.routing import StepRouting
-from moeyard_worker.models.decoder import Decoder, Load
+from moeyard_worker.models.decoder import Decoder, Load, Use
 from moeyard_worker.models.dspark import BlockDrafter
 from moeyard_worker.models.mtp import Drafter
 from moeyard_worker.models.spec import ModelSpec
@@ -151,10 +151,21 @@ class Runner:
 
         Raises ValueError if a weight needs memory of another form than the present one.
         """
+        self._renew(spec, load, overwrite)
+
+    @torch.inference_mode()
+    def compare(self, spec: ModelSpec, load: Load) -> None:
+        """Raise ValueError if `overwrite` would. Nothing changes. Any thread may call it during steps.
+
+        `load` may give weights in host memory.
+        """
+        self._renew(spec, load, compare)
+
+    def _renew(self, spec: ModelSpec, load: Load, use: Use) -> None:
         with self.backend.rebuilding():
-            self.model.overwrite(spec, load)
+            self.model.renew(spec, load, use)
             if self.speculation is not None:
-                self.speculation.drafter.overwrite(spec, load)
+                self.speculation.drafter.renew(spec, load, use)
 
     @torch.inference_mode()
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -255,9 +266,9 @@ class Runner:
         results = accepted(fed, chosen, errors_of(rows))
         if num_drafts or isinstance(self.speculation, BlockSpeculation):
             assert self.speculation is not None, "drafts need a layer that makes them"
-            results = self.speculation.draft(
-                fed, plan, hidden, requests, rows, results, num_passes=num_drafts, most_rows=most_rows
-            )
+            tails = tails_of(fed, requests, rows, results)
+            self.speculation.draft(tails, fed, plan, hidden, num_passes=num_drafts, most_rows=most_rows)
+            results = [tail.drafted() for tail in tails]
         _look_ahead(fed, requests, rows, results)
         # A smaller product is faster on a CPU; on a GPU every new size selects another kernel.
         whole = self.backend.device.type != "cpu"
