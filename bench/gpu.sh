@@ -8,6 +8,9 @@
 #     state                            part of workers: state of linear attention through graphs and drafts
 #     decode prefill                   figures of Qwen3-30B-A3B
 #     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, also against fla
+#     packed v4 v4_whole               products over codes and one answer with them; DeepSeek-V4-Flash: equality, its
+#                                      kernels, 22 layers; the whole model on one GPU with its host's memory
+#     newer                            products of few rows in the form for Triton 3.8 and later: equality, and times
 #     arrivals                         TTFT of prompts that arrive while others decode, by the planning of steps
 #     launches gaps                    time of each launch of steps and prompts; time between two steps
 #     contexts                         steps behind long prompts
@@ -167,6 +170,35 @@ fla() { step beside_fla 330 python3 bench/flash_linear_attention.py --folder "$S
 choices() {
   ops gate 60 topk_gate
   step choices 200 python3 bench/choices.py
+}
+packed() {
+  tests packed 240 tests/gpu/test_packed.py
+  step packed_products 240 python3 bench/packed_products.py
+}
+v4() {
+  tests one_answer_v4 200 -n 4 tests/gpu/test_one_answer.py -k v4
+  step v4_hyper_connections 150 python3 bench/hyper_connections.py
+  step v4_decode 150 python3 bench/compressed_attention.py
+  step v4_prompts 150 python3 bench/compressed_prompts.py
+  ops v4_pairs 60 attend_entries
+  engine v4_layers 250 --shape DeepSeek-V4-Flash --layers 22 --quantization fp4 --streams 1 8 64 --prefill 1x8192 \
+    --json "$OUT/v4_layers.json"
+}
+# 156 GB of experts: about three quarters have slots, the others are in host memory.
+v4_whole() {
+  engine v4_whole 580 --shape DeepSeek-V4-Flash --quantization fp4 --streams 1 --output 64 --prefill \
+    --json "$OUT/v4_whole.json"
+}
+# The ops check themselves before they are timed. `moeyard_kernels.common.launch` chooses the form by the version.
+newer() {
+  local op code='import runpy, sys, triton
+triton.__version__ = "3.8.0"
+sys.argv = ["bench/kernel_times.py", *sys.argv[1:]]
+runpy.run_path(sys.argv[0], run_name="__main__")'
+  for op in linear linear_pair head_linear grouped_gemm; do
+    ops "usual_$op" 90 "$op"
+    step "newer_$op" 90 python3 -c "$code" --op "$op"
+  done
 }
 arrivals() {
   step arrivals 200 python3 bench/gpu_ranks.py --ranks 1 --shape Qwen3-30B-A3B --streams 8 --arrivals 20x512 4x4096
