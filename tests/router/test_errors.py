@@ -175,6 +175,12 @@ def test_unknown_role_is_named(service):
     assert "got 'king'" in message
 
 
+def test_wrong_types_are_said_in_words_of_json(service):
+    for fields, param in (({"messages": [None]}, "messages.0"), ({"response_format": "text"}, "response_format")):
+        answer = service.post(CHAT, **{"messages": HELLO, **fields})
+        assert check_error(answer, 400, param) == f"'{param}': Input should be an object"
+
+
 def test_messages_have_both_numbers(service):
     message = check_error(service.post(COMPLETIONS, prompt=[5] * 300), 400, "prompt")
     assert "300" in message
