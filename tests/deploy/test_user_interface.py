@@ -299,7 +299,9 @@ def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["doctor", "/no/such/checkpoint", "--port", port]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("problem port") and "choose another --port" in line for line in lines)
+    # A missing file is no question of model families.
     assert any(line.startswith("problem model") and "/no/such/checkpoint" in line for line in lines)
+    assert not any("README" in line for line in lines)
     assert all(line.split()[0] in ("ok", "warning", "problem") for line in lines[:-2])
 
 

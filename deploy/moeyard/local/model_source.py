@@ -50,6 +50,8 @@ def described(args: argparse.Namespace) -> str:
 def local_directory(args: argparse.Namespace) -> str:
     """Return the absolute path of the given directory, or of the demo's. Raises ValueError if there is none."""
     revision = getattr(args, "revision", None)
+    if args.model == "":  # of a variable that is not set
+        raise ValueError("MODEL is an empty text; name a model, or leave it out for the bundled demo")
     directory = Path(args.model or bundled_model())
     if directory.is_dir():
         why = other_format(str(directory), (file.name for file in directory.iterdir()))
