@@ -65,9 +65,10 @@ def judged(sound: bool, subject: str, text: str, advice: str, *, otherwise: str 
     return Verdict(OK, subject, text) if sound else Verdict(otherwise, subject, text, advice)
 
 
-def refused(subject: str, error: ValueError) -> Verdict:
+def refused(subject: str, error: ValueError | OSError) -> Verdict:
     """Return the problem of a one-line error, which usually ends with advice."""
-    text, _, last = str(error).rpartition("; ")
+    named = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    text, _, last = named.rpartition("; ")
     return Verdict(PROBLEM, subject, text or last, last if text else "")
 
 
@@ -324,7 +325,7 @@ def check_model(args: argparse.Namespace) -> Iterator[Verdict]:
         yield Verdict(OK, "model", f"{api.names[0]}: {shape}, up to {model.max_position} tokens")
         local, hub_model = args.ray_address is None, hub_id(args.model)
         checked = check_before_start(config, model, api=api, local=local, hub_model=hub_model)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: a file that may not be read
         yield refused("model", error)
         return
     if checked.download is not None:
