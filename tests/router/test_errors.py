@@ -200,6 +200,7 @@ def test_malformed_json(service, body):
 def test_unknown_model(service):
     assert "other" in check_error(service.post(COMPLETIONS, prompt="x", model="other"), 404, "model")
     check_error(service.post(CHAT, messages=HELLO, model="other"), 404, "model")
+    assert len(check_error(service.post(COMPLETIONS, prompt="x", model="x" * 70_000), 404, "model")) < 400
 
 
 def test_wrong_method_and_path(service):
