@@ -105,5 +105,9 @@ def test_directories_of_a_gguf_file(tmp_path: Path) -> None:
     args.hf_config_path, args.tokenizer = None, str(directory)
     with pytest.raises(ValueError, match=rf"--tokenizer .*: only a GGUF file needs it, and {ID} is none"):
         gguf_source(args)
+    args.model = None
+    with pytest.raises(ValueError, match="only a GGUF file needs it, and the demo is none"):
+        gguf_source(args)
+    args.model = ID
     args.tokenizer = None
     assert gguf_source(args) is None

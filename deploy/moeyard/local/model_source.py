@@ -74,7 +74,7 @@ def gguf_source(args: argparse.Namespace) -> tuple[str, str] | None:
     flag = next((flag for flag, directory in given.items() if directory is not None), None)
     if model is None or "://" in model or _file_format(model) != "GGUF" or Path(model).is_dir():
         if flag is not None:
-            raise ValueError(f"{flag} {given[flag]}: only a GGUF file needs it, and {model} is none")
+            raise ValueError(f"{flag} {given[flag]}: only a GGUF file needs it, and {model or 'the demo'} is none")
         return None
     if not Path(model).exists():
         raise ValueError(f"{model}: no such file")
