@@ -185,10 +185,12 @@ def _compile(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
     """Return a matcher to copy. Raises ValueError, and any error that a malformed grammar causes in llguidance."""
     matcher = _matcher_of(_source_of(kind, text, tokenizer), tokenizer)
     # The first mask fills tables that copies share. If nothing can begin, it allows the end and sets an error.
-    if matcher.is_error():
-        raise ValueError(matcher.get_error())
-    if not any(matcher.compute_bitmask()) or matcher.is_error():
+    possible = not matcher.is_error() and any(matcher.compute_bitmask())
+    error = matcher.get_error()
+    if "NoExtension" in error or not (possible or error):
         raise ValueError("nothing satisfies it: no token of the vocabulary can begin an answer")
+    if error:
+        raise ValueError(error)
     _try_out(matcher, tokenizer)
     return matcher
 
