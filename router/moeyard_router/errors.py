@@ -76,7 +76,7 @@ class ApiError(Exception):
 
 def unknown_model(name: str, served: Sequence[str]) -> ApiError:
     """Return a 404 that lists the served names."""
-    message = f"the model '{name}' does not exist; this server has {', '.join(map(repr, served))}"
+    message = f"the model '{name:.200}' does not exist; this server has {', '.join(map(repr, served))}"
     return ApiError(404, message, param="model", reason="unknown_model")
 
 

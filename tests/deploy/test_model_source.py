@@ -52,6 +52,13 @@ def test_paths_are_not_ids(model: str) -> None:
     assert local_directory(argparse.Namespace(model=model, revision=None)) == str(Path(model).resolve())
 
 
+def test_empty_variable_is_not_the_demo() -> None:
+    """`moeyard serve "$MODEL"` without that variable must not answer with another model."""
+    with pytest.raises(ValueError, match="MODEL is an empty text; name a model"):
+        local_directory(argparse.Namespace(model="", revision=None))
+    assert local_directory(argparse.Namespace(model=None, revision=None)) == bundled_model()
+
+
 def test_weights_in_other_formats(tmp_path: Path) -> None:
     args = argparse.Namespace(model=str(tmp_path), revision=None)
     (tmp_path / "config.json").write_text("{}")
@@ -98,5 +105,9 @@ def test_directories_of_a_gguf_file(tmp_path: Path) -> None:
     args.hf_config_path, args.tokenizer = None, str(directory)
     with pytest.raises(ValueError, match=rf"--tokenizer .*: only a GGUF file needs it, and {ID} is none"):
         gguf_source(args)
+    args.model = None
+    with pytest.raises(ValueError, match="only a GGUF file needs it, and the demo is none"):
+        gguf_source(args)
+    args.model = ID
     args.tokenizer = None
     assert gguf_source(args) is None

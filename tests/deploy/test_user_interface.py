@@ -299,8 +299,20 @@ def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["doctor", "/no/such/checkpoint", "--port", port]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("problem port") and "choose another --port" in line for line in lines)
+    # A missing file is no question of model families.
     assert any(line.startswith("problem model") and "/no/such/checkpoint" in line for line in lines)
+    assert not any("README" in line for line in lines)
     assert all(line.split()[0] in ("ok", "warning", "problem") for line in lines[:-2])
+
+
+def test_doctor_reports_a_file_that_cannot_be_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other findings remain. A link to itself cannot be opened by any user."""
+    for file in (ROOT / "deploy" / "demo").iterdir():
+        (tmp_path / file.name).symlink_to("tokenizer.json" if file.name == "tokenizer.json" else file)
+    assert main(["doctor", str(tmp_path), "--port", "0", "--json"]) == 1
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (text,) = [each["text"] for each in findings if each["level"] == "problem" and each["subject"] == "model"]
+    assert text == f"{tmp_path}/tokenizer.json: Too many levels of symbolic links"
 
 
 def test_findings_of_the_doctor() -> None:

@@ -237,6 +237,8 @@ BAD = [
     (Grammar(kind="json_schema", text='{"$ref": "http://example.com/schema"}'), "does not fetch resources"),
     (Grammar(kind="json_schema", text="false"), "no answer can satisfy false"),
     (Grammar(kind="json_schema", text="[1]"), "a schema is an object"),
+    (Grammar(kind="json_schema", text='{"$ref": "#"}'), "nothing satisfies it"),
+    (Grammar(kind="json_schema", text='{"anyOf": [{"$ref": "#"}]}'), "nothing satisfies it"),
     (Grammar(kind="json_schema", text="{"), "property name"),
     (Grammar(kind="json_schema", text='{"type": "array", "uniqueItems": true}'), "uniqueItems"),
     (Grammar(kind="json_schema", text='{"type": "integer", "multipleOf": 1000003}'), "multipleOf 1000003"),
@@ -251,6 +253,7 @@ BAD = [
     (Grammar(kind="choice", text="[]"), "list of strings"),
     (Grammar(kind="choice", text="{"), "property name"),
     (Grammar(kind="lark", text="start: missing"), "missing"),
+    (Grammar(kind="lark", text="start: start"), "nothing satisfies it"),
     (Grammar(kind="lark", text="nonsense ((("), "Expected ::="),
 ]
 

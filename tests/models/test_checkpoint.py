@@ -189,6 +189,13 @@ def test_truncated_header(tmp_path: Path) -> None:
         assert refused(tmp_path).startswith(f"{file}: not a safetensors file, or truncated ({size} bytes")
 
 
+def test_pointer_of_git_lfs(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "deepseek_v3")
+    file = tmp_path / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 4976698672\n")
+    assert refused(tmp_path) == f"{file}: a pointer of Git LFS, not the weights; run `git lfs pull` in {tmp_path}"
+
+
 def rewrite_header(file: Path, change: Callable[[dict], None]) -> None:
     data = file.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tests.checkpoints import add_drafts, edit_config, edit_tensors, make_checkpoint, write_tokenizer
 from tests.quantised import LAYOUTS, PLAIN, TILED, make_pair, quantise
@@ -184,6 +185,36 @@ def test_quantized_holds_the_nearest_codes(name: str, family: str, tmp_path: Pat
         quantized(out, name)
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json", None])
+def test_full_disk(
+    name: str | None,
+    new: Callable[[], NewCheckpoint],
+    qwen: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The run says where room is missing, in a small file or in a shard, and is continued when there is some."""
+    (qwen / "tokenizer_config.json").write_text("{}")
+    partial = tmp_path / "out.partial"
+
+    def fill(num_bytes: int) -> None:
+        if name is not None and not (partial / name).exists():
+            (partial / name).symlink_to("/dev/full")
+
+    def fail(*args: object, **options: object) -> None:
+        # The error of safetensors 0.8 on a full tmpfs.
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as patch:
+        if name is None:
+            patch.setattr(writing, "save_file", fail)
+        with pytest.raises(ValueError, match=re.escape(f"{partial}: the disk is full")):
+            new().write(tmp_path / "out", fill)
+    if name is not None:
+        (partial / name).unlink()
+    written(new(), tmp_path / "out")
+
+
 def test_sizes_of_groups_and_partial_blocks(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 320, "head_dim": 48}
     plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes)
@@ -252,6 +283,6 @@ def test_refusals(
         writing.fcntl.flock(record, writing.fcntl.LOCK_EX)
         refused(tmp_path / "out", "another process")
     monkeypatch.setattr(writing.shutil, "disk_usage", lambda path: writing.shutil._ntuple_diskusage(1, 1, 0))
-    refused(tmp_path / "new", r"GB are to be written, but 0\.0 GB are free")
+    refused(tmp_path / "new", r" are to be written, but 0 B are free")
     with pytest.raises(CheckpointError, match="not quantised"):
         dequantized(make("qwen3_moe", tmp_path / "plain"))

@@ -375,6 +375,10 @@ def test_post_requires_json(service):
     for kind in ("application/json", "Application/JSON; charset=utf-8"):
         assert service.client.post(COMPLETIONS, content=body, headers={"content-type": kind}).status_code == 200
     assert service.client.post(COMPLETIONS, content=body).status_code == 200  # scripts send no type at all
+    for coding, status in (("gzip", 415), ("br", 415), ("identity", 200)):
+        answer = service.client.post(COMPLETIONS, content=body, headers={"content-encoding": coding})
+        assert answer.status_code == status
+        assert status == 200 or f"Content-Encoding '{coding}'" in answer.json()["error"]["message"]
 
 
 def test_names_of_other_servers_are_refused_on_loopback(service):

@@ -175,6 +175,12 @@ def test_unknown_role_is_named(service):
     assert "got 'king'" in message
 
 
+def test_wrong_types_are_said_in_words_of_json(service):
+    for fields, param in (({"messages": [None]}, "messages.0"), ({"response_format": "text"}, "response_format")):
+        answer = service.post(CHAT, **{"messages": HELLO, **fields})
+        assert check_error(answer, 400, param) == f"'{param}': Input should be an object"
+
+
 def test_messages_have_both_numbers(service):
     message = check_error(service.post(COMPLETIONS, prompt=[5] * 300), 400, "prompt")
     assert "300" in message
@@ -194,6 +200,7 @@ def test_malformed_json(service, body):
 def test_unknown_model(service):
     assert "other" in check_error(service.post(COMPLETIONS, prompt="x", model="other"), 404, "model")
     check_error(service.post(CHAT, messages=HELLO, model="other"), 404, "model")
+    assert len(check_error(service.post(COMPLETIONS, prompt="x", model="x" * 70_000), 404, "model")) < 400
 
 
 def test_wrong_method_and_path(service):

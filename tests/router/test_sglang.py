@@ -151,6 +151,7 @@ def test_routed_experts_are_of_all_layers(start, places, first):
         ({"input_ids": [399999]}, "input_ids"),
         ({"return_routed_experts": True}, "return_routed_experts"),
         ({"return_logprob": True, "logprob_start_len": 0, "stream": True}, "logprob_start_len"),
+        ({"return_logprob": True, "logprob_start_len": 1 << 63}, "logprob_start_len"),
         ({"top_logprobs_num": 21}, "top_logprobs_num"),
         ({"sampling_params": {"max_tokens": 3}}, "sampling_params.max_tokens"),
         ({"sampling_params": {"seed": 3}}, "sampling_params.seed"),

@@ -195,6 +195,16 @@ def test_typing_errors_are_refused_with_a_guess(service):
         assert answer.json()["error"]["message"] == (f"unknown or unsupported field '{name}'; did you mean '{guess}'?")
     answer = service.post(CHAT, **EVERY_API[CHAT], zzz=1)
     assert answer.json()["error"]["message"] == "unknown or unsupported field 'zzz'"
+    # Names of an inner object are compared with the fields of that object.
+    for fields, message in (
+        ({"response_format": {"type": "json_object", "schema": {}}}, "'response_format.schema'"),
+        ({"response_format": {"type": "text", "json_schem": {}}}, "'response_format.json_schema'?"),
+        ({"stream": True, "stream_options": {"include_usag": True}}, "'stream_options.include_usage'?"),
+    ):
+        answer = service.post(CHAT, **EVERY_API[CHAT], **fields)
+        assert answer.json()["error"]["message"].endswith(message)
+    answer = service.post("/generate", text="x", sampling_params={"max_tokens": 1})
+    assert answer.json()["error"]["message"].endswith("did you mean 'sampling_params.max_new_tokens'?")
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,9 @@ def test_no_paths_by_default(start):
     service = start(1)
     for path, methods in PATHS.items():
         for method in methods:
-            assert httpx.request(method, f"{service.url}{path}").status_code == 404
+            answer = httpx.request(method, f"{service.url}{path}")
+            assert answer.status_code == 404
+            assert "--control-listen api" in answer.json()["error"]["message"]
 
 
 def test_paths_are_the_launchers():

@@ -65,10 +65,11 @@ def judged(sound: bool, subject: str, text: str, advice: str, *, otherwise: str 
     return Verdict(OK, subject, text) if sound else Verdict(otherwise, subject, text, advice)
 
 
-def refused(subject: str, error: ValueError, advice: str = "") -> Verdict:
+def refused(subject: str, error: ValueError | OSError) -> Verdict:
     """Return the problem of a one-line error, which usually ends with advice."""
-    text, _, last = str(error).rpartition("; ")
-    return Verdict(PROBLEM, subject, text or last, last if text else advice)
+    named = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+    text, _, last = named.rpartition("; ")
+    return Verdict(PROBLEM, subject, text or last, last if text else "")
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -324,8 +325,8 @@ def check_model(args: argparse.Namespace) -> Iterator[Verdict]:
         yield Verdict(OK, "model", f"{api.names[0]}: {shape}, up to {model.max_position} tokens")
         local, hub_model = args.ray_address is None, hub_id(args.model)
         checked = check_before_start(config, model, api=api, local=local, hub_model=hub_model)
-    except ValueError as error:
-        yield refused("model", error, "see README.md for the families")
+    except (ValueError, OSError) as error:  # OSError: a file that may not be read
+        yield refused("model", error)
         return
     if checked.download is not None:
         yield Verdict(OK, "download", f"{checked.download}; {needs(checked, config, model)}")

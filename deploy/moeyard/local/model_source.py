@@ -50,6 +50,8 @@ def described(args: argparse.Namespace) -> str:
 def local_directory(args: argparse.Namespace) -> str:
     """Return the absolute path of the given directory, or of the demo's. Raises ValueError if there is none."""
     revision = getattr(args, "revision", None)
+    if args.model == "":  # of a variable that is not set
+        raise ValueError("MODEL is an empty text; name a model, or leave it out for the bundled demo")
     directory = Path(args.model or bundled_model())
     if directory.is_dir():
         why = other_format(str(directory), (file.name for file in directory.iterdir()))
@@ -72,7 +74,7 @@ def gguf_source(args: argparse.Namespace) -> tuple[str, str] | None:
     flag = next((flag for flag, directory in given.items() if directory is not None), None)
     if model is None or "://" in model or _file_format(model) != "GGUF" or Path(model).is_dir():
         if flag is not None:
-            raise ValueError(f"{flag} {given[flag]}: only a GGUF file needs it, and {model} is none")
+            raise ValueError(f"{flag} {given[flag]}: only a GGUF file needs it, and {model or 'the demo'} is none")
         return None
     if not Path(model).exists():
         raise ValueError(f"{model}: no such file")

@@ -105,7 +105,7 @@ class SglangRequest(Strict):
     sampling_params: SglangSampling | None = None
     rid: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_logprob: bool | None = None
-    logprob_start_len: Annotated[int, Field(ge=-1)] | None = None
+    logprob_start_len: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     top_logprobs_num: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None

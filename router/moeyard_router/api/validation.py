@@ -2,10 +2,10 @@
 
 import difflib
 import re
-from collections.abc import Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from moeyard_router.api.fields import Strict
@@ -48,6 +48,7 @@ def _check(param: str, count: int, unit: str, limit: int) -> None:
 
 RequestT = TypeVar("RequestT", bound=Strict)
 _MAX_NAMED = 32  # unknown fields that the answer names
+_OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")  # pydantic's words for a JSON object
 _UNPRINTABLE = re.compile(r"[^\w.$-]", re.ASCII)
 _Place = tuple[int | str, ...]
 
@@ -106,13 +107,32 @@ def _path(place: _Place) -> str:
     return _UNPRINTABLE.sub("?", ".".join(step for step in place if isinstance(step, str)))[:64] or "?"
 
 
+def _names_at(kind: type[BaseModel], path: Sequence[int | str]) -> frozenset[str]:
+    """Return the names of the fields of the object at a place in `kind`, none if that place is not known."""
+    for step in path:
+        if isinstance(step, str):
+            field = kind.model_fields.get(step)
+            found = [part for part in _parts(field.annotation) if issubclass(part, BaseModel)] if field else []
+            if len(found) != 1:
+                return frozenset()
+            kind = found[0]
+    return kind.plain if issubclass(kind, Strict) else frozenset(kind.model_fields)
+
+
+def _parts(annotation: Any) -> list[type]:
+    """Return the classes that an annotation mentions."""
+    parts = [part for each in get_args(annotation) for part in _parts(each)]
+    return [annotation, *parts] if isinstance(annotation, type) else parts
+
+
 def _as_api_error(detail: ErrorDetails, kind: type[Strict]) -> ApiError:
     # An error of a whole model has no location. The models' validators give the field's name as its type.
     param = ".".join(str(part) for part in detail["loc"]) if detail["loc"] else detail["type"]
-    message = f"'{param}': {detail['msg']}"
+    message = f"'{param}': {_OBJECT.sub('an object', detail['msg'])}"
     if detail["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(param[:64], kind.plain, n=1, cutoff=0.75)
-        hint = f"; did you mean '{close[0]}'?" if close else ""
+        *path, name = detail["loc"]
+        close = difflib.get_close_matches(str(name)[:64], _names_at(kind, path), n=1, cutoff=0.75)
+        hint = f"; did you mean '{'.'.join(map(str, [*path, close[0]]))}'?" if close else ""
         message = f"unknown or unsupported field '{param}'{hint}"
     elif detail["type"] == "literal_error" and isinstance(detail["input"], str):
         message += f", got '{detail['input']:.40}'"

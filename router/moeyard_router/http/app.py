@@ -23,9 +23,14 @@ from moeyard_router.http.gate import MODELS, RequestGate
 from moeyard_router.http.live import LiveView, page_routes
 from moeyard_router.http.openapi import Documents
 from moeyard_router.http.siblings import Siblings, largest, summed
+from moeyard_router.http.trainers import PATHS as TRAINERS
 from moeyard_router.http.trainers import trainer_routes
 from moeyard_router.metrics import METRICS_CONTENT_TYPE
 
+_CONTROL_ONLY = (
+    "this path is served on the server's control socket only; "
+    "`moeyard serve --control-listen api --control-key-file FILE` opens it here"
+)
 _METRICS_PAGE, _FLEET_PAGE = "metrics", "fleet"  # their names among sibling routers
 
 
@@ -170,7 +175,9 @@ def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
-    answer = no_route(request.method, request.url.path, error.status_code, error.detail)
+    path = request.url.path
+    detail = _CONTROL_ONLY if error.status_code == 404 and path in TRAINERS else error.detail
+    answer = no_route(request.method, path, error.status_code, detail)
     return _json(answer.body_at(request.url.path), error.status_code, dict(error.headers or {}))
 
 

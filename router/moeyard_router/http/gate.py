@@ -41,11 +41,12 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:@=+/-]{1,128}")
 _NOT_IN_ADDRESS = re.compile(r"[^0-9A-Za-z.:%_-]")  # X-Forwarded-For of a proxy may contain anything
 _MAX_PATH = 100  # bytes of the path in the access log
 _NOT_JSON = "the Content-Type of a POST must be application/json (curl: -H 'Content-Type: application/json')"
+_CODED = "a request with Content-Encoding '{:.40}' is not served; send the body without compression"
 _CLIENT_LEFT = 499  # nginx's status for a client that closed its connection before the answer
 
 
 class RequestGate:
-    """Refuses requests by 401 (key), 403 (origin or Host header) and 415 (a POST that is not JSON).
+    """Refuses requests by 401 (key), 403 (origin or Host header) and 415 (a POST that is not JSON, or compressed).
 
     Answers are counted by route (`paths`) and status. Unknown paths share the label "other".
     """
@@ -107,6 +108,9 @@ class RequestGate:
                 kind = headers.get(b"content-type", b"")
                 if scope["method"] == "POST" and not (_is_json(kind) or _is_empty_posts(kind, scope["path"])):
                     raise ApiError(415, _NOT_JSON, reason="not_json")
+                coding = headers.get(b"content-encoding", b"identity").strip().lower()
+                if coding not in (b"identity", b""):
+                    raise ApiError(415, _CODED.format(coding.decode("latin-1")), reason="not_json")
             await self._app(scope, receive, sending)
         except ApiError as error:  # raised by the checks above; the app answers its own errors
             self._metrics.rejected(error.reason)

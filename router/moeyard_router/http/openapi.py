@@ -155,7 +155,7 @@ _STATUSES: Mapping[int, str] = MappingProxyType(
         404: "There is no such model or page.",
         408: "The body did not arrive in time.",
         413: "The body is too large.",
-        415: "The Content-Type is not application/json.",
+        415: "The Content-Type is not application/json, or the body is compressed.",
         429: "The server is full; retry after the seconds in Retry-After.",
         500: "An error in this server or a worker; see the server's log.",
         503: "The fleet is not ready, has failed or is shutting down.",

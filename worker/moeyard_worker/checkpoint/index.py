@@ -143,6 +143,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     with open_regular(file) as stream:
         stamp = FileStamp.of(stream.fileno())
         size, prefix = stamp.size, stream.read(8)
+        if prefix == b"version ":  # git clone without LFS leaves a text of three lines
+            raise CheckpointError(f"{file}: a pointer of Git LFS, not the weights; run `git lfs pull` in {file.parent}")
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
             raise CheckpointError(f"{file}: not a safetensors file, or truncated ({size} bytes, header of {length})")

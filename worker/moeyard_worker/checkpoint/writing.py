@@ -4,6 +4,7 @@ All files are written to the directory OUT.partial, which is renamed to OUT at t
 complete. A shard gets its name when it is complete, and a second run keeps it.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -15,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from moeyard_worker.checkpoint.identity import CONFIG_NAME
 from moeyard_worker.checkpoint.index import INDEX_NAME
 from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.config.engine_config import format_size
 from moeyard_worker.layers.weights import num_elements
 
 SHARD_BYTES = 5_000_000_000
@@ -99,8 +102,8 @@ class NewCheckpoint:
 def new_directory(out: Path, wanted: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the directory OUT.partial to write to. It becomes `out` if the caller raises nothing.
 
-    An earlier run's files are in it if that run's `wanted` was equal. Raises ValueError if `out` exists, or if
-    OUT.partial belongs to another run.
+    An earlier run's files are in it if that run's `wanted` was equal. Raises ValueError if `out` exists, if
+    OUT.partial belongs to another run, or if the disk becomes full.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out}: exists already; name a directory that does not exist")
@@ -108,11 +111,19 @@ def new_directory(out: Path, wanted: Mapping[str, Any]) -> Iterator[Path]:
     partial.mkdir(parents=True, exist_ok=True)
     if any(partial.iterdir()) and not (partial / _RECORD).exists():
         raise ValueError(f"{partial}: holds other files; remove it, or name another directory")
-    with (partial / _RECORD).open("a+") as record:
-        _claim(partial, record, json.dumps(wanted))
-        yield partial
-        partial.rename(out)
-        (out / _RECORD).unlink()
+    try:
+        with (partial / _RECORD).open("a+") as record:
+            _claim(partial, record, json.dumps(wanted))
+            yield partial
+            partial.rename(out)
+            (out / _RECORD).unlink()
+    except (OSError, SafetensorError) as error:
+        # safetensors only has a text, and `copyfile` names the file that it reads.
+        if getattr(error, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(error):
+            raise
+        raise ValueError(
+            f"{partial}: the disk is full; make room and run the command again, which keeps the files that are whole"
+        ) from error
 
 
 def _claim(partial: Path, record: Any, wanted: str) -> None:
@@ -134,7 +145,7 @@ def check_space(directory: Path, needed: int) -> None:
     """Raise ValueError if a directory's disk has fewer bytes left."""
     free = shutil.disk_usage(directory).free
     if free < needed:
-        raise ValueError(f"{directory}: {needed / 1e9:.1f} GB are to be written, but {free / 1e9:.1f} GB are free")
+        raise ValueError(f"{directory}: {format_size(needed)} are to be written, but {format_size(free)} are free")
 
 
 def _write_shard(path: Path, pieces: list[Piece], progress: Callable[[int], None]) -> None:

@@ -184,9 +184,13 @@ def _resident() -> int:
 def _compile(kind: str, text: str, tokenizer: LLTokenizer) -> LLMatcher:
     """Return a matcher to copy. Raises ValueError, and any error that a malformed grammar causes in llguidance."""
     matcher = _matcher_of(_source_of(kind, text, tokenizer), tokenizer)
-    # The first mask fills tables that copies share.
-    if matcher.is_error() or not any(matcher.compute_bitmask()):
-        raise ValueError(matcher.get_error() or "no token of the vocabulary can begin an answer")
+    # The first mask fills tables that copies share. If nothing can begin, it allows the end and sets an error.
+    possible = not matcher.is_error() and any(matcher.compute_bitmask())
+    error = matcher.get_error()
+    if "NoExtension" in error or not (possible or error):
+        raise ValueError("nothing satisfies it: no token of the vocabulary can begin an answer")
+    if error:
+        raise ValueError(error)
     _try_out(matcher, tokenizer)
     return matcher
 
