@@ -107,10 +107,11 @@ def _keep_blocks(core: Any) -> None:
         key = id(type.shape) if type.is_block() else 0
         if key in tensors:
             self.handle, self.type, self.dtype = handle, type, type.scalar
-            self.shape, self.numel = tensors[key]
+            self.shape, self.numel, _ = tensors[key]
         else:
             tensor_init(self, handle, type)
-            tensors[key] = self.shape, self.numel
+            # The reference keeps another shape from getting this id.
+            tensors[key] = self.shape, self.numel, type.shape if key else None
 
     core.block_type.__init__, core.tensor.__init__ = init_block, init_tensor
 
