@@ -135,7 +135,8 @@ def _keep_broadcasts(core: Any, interpreter: Any) -> None:
     def widened(x: Any, shape: Any) -> Any:
         if x.type.is_block() and x.type.shape is shape:
             return x
-        data = np.broadcast_to(x.handle.data, shape.values)
+        # Triton 3.8 writes through pointers as if they were contiguous.
+        data = np.broadcast_to(x.handle.data, shape.values).copy()
         return core.tensor(interpreter.TensorHandle(data, x.dtype), core.block_type(x.dtype, shape))
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
