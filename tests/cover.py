@@ -29,7 +29,10 @@ def part_of_this_commit() -> int:
 
 
 def values(item: pytest.Item) -> Iterator[tuple[str, ...]]:
-    """Return (parameter, value) of a test, both as text; a value without a short text counts by its index."""
+    """Return (parameter, value) of a test, both as text; a value without a short text counts by its identity.
+
+    Its index would not do: if decorators are stacked, pytest counts the cases of their product.
+    """
     callspec = getattr(item, "callspec", None)
     for name, value in callspec.params.items() if callspec else ():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -40,7 +43,7 @@ def values(item: pytest.Item) -> Iterator[tuple[str, ...]]:
             )
         else:
             short = value is None or isinstance(value, bool | int | float | str | torch.dtype)
-            yield name, repr(value) if short else f"#{callspec.indices[name]}"
+            yield name, repr(value) if short else f"#{id(value)}"
 
 
 def chosen(items: Iterable[pytest.Item], part: int) -> set[pytest.Item]:

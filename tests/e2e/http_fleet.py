@@ -143,6 +143,7 @@ def serve_http(pool: ProcessPool, config: EngineConfig, **overrides: Any) -> Ite
             "eos_token_ids": model.eos_token_ids,
             "shutdown_grace": 0.2,
             "recovery_timeout": 0.0,
+            "intake_processes": 1,  # each costs half a second of a core
             "keys": fleet.keys.of_router(),
         }
         with _route(RouterConfig(**{**options, **overrides})) as (url, failures):

@@ -278,9 +278,10 @@ def test_token_ids_equal_those_of_the_original(pre: str, tmp_path: Path) -> None
     _, file = write(tmp_path, "qwen3_moe", files.tokenizer_keys(source, pre, 4112), vocab_size=4112)
     made = describe(file)
     theirs, ours = (Tokenizer.from_file(str(each / "tokenizer.json")) for each in (source, made))
-    for special in (True, False):
-        pairs = (each.encode_batch(texts(), add_special_tokens=special) for each in (theirs, ours))
-        for text, wanted, found in zip(texts(), *pairs, strict=True):
+    # The pre-tokenizer sees no special tokens, so a part of the texts is enough for them.
+    for special, some in ((False, texts()), (True, texts()[:400])):
+        pairs = (each.encode_batch(some, add_special_tokens=special) for each in (theirs, ours))
+        for text, wanted, found in zip(some, *pairs, strict=True):
             assert found.ids == wanted.ids, repr(text)
     wanted, found = (TextCodec(each) for each in (source, made))
     assert found.special_tokens == wanted.special_tokens

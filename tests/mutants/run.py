@@ -103,7 +103,8 @@ def run_tests(tree: Path, tests: list[str]) -> tuple[str, float]:
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-rfE", "--tb=no", *tests]
     begun = time.monotonic()
     run = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", run.stdout, re.MULTILINE)
+    # A test's name may have spaces, and " - " begins the message.
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", run.stdout, re.MULTILINE)
     if run.returncode > 2 and not failed:
         raise RuntimeError(f"pytest ran no test, code {run.returncode}: {run.stdout[-300:]}{run.stderr[-300:]}")
     if run.returncode and not failed:

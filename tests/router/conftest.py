@@ -23,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from moeyard.fleet.routers import RouterProcesses
 from moeyard.listen import bind
+from moeyard_router.api.large import Bodies
 from moeyard_router.config import RoutedShape, RouterConfig, WorkerAddress
 from moeyard_router.http.server import RouterServer
 from moeyard_router.text.chat import TextCodec
@@ -176,6 +177,21 @@ def pool() -> Iterator[ThreadPoolExecutor]:
     """Threads for requests whose answers a test reads later."""
     with ThreadPoolExecutor(32) as pool:
         yield pool
+
+
+class BodiesOnDemand(Bodies):
+    """Bodies whose processes start with the first large body."""
+
+    def start(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def bodies_on_demand() -> Iterator[None]:
+    """Save each router's two processes for large bodies, half a second of a core each. Few tests send such a body."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moeyard_router.http.server.Bodies", BodiesOnDemand)
+        yield
 
 
 class Starter:

@@ -163,6 +163,16 @@ def test_process_gives_the_same_errors(bodies, config, codec, name):
     assert len(bodies._idle) == 1, "a client error must not end a process"
 
 
+def test_first_body_finds_a_started_process(config, formats):
+    bodies = Bodies(config, formats)
+    bodies.start()
+    started = list(bodies._idle)
+    assert len(started) == config.intake_processes
+    make(bodies, json.dumps(REQUESTS["text"]).encode())
+    assert bodies._idle == started
+    bodies.close()
+
+
 def test_killed_process_fails_one_request(bodies):
     body = json.dumps(REQUESTS["several"]).encode()
     make(bodies, body)
