@@ -312,11 +312,13 @@ def test_rows_beyond_fp32_precision_are_searched() -> None:
     assert ids.tolist() == from_numpy(logits, sequences)
 
 
-def test_ties_at_a_cut_go_to_the_lowest_ids() -> None:
-    logits = torch.zeros(9, 300)
+@pytest.mark.parametrize("vocab", [40, 300])
+def test_ties_at_a_cut_go_to_the_lowest_ids(vocab: int) -> None:
+    """A list holds 40 equal tokens. Bisection over the row finds the cut among 300."""
+    logits = torch.zeros(9, vocab)
     cuts: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.01}, {"top_k": 6, "top_p": 0.5}]
     sequences = [sequence(seed=i, **cuts[i % 3]) for i in range(9)]
-    options = arguments(sequences, 300, edits=False)
+    options = arguments(sequences, vocab, edits=False)
     ids = run_kernel(logits, **options).ids
     assert set(ids.tolist()) <= {0, 1, 2}
     assert len(set(ids.tolist())) > 1
