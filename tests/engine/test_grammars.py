@@ -479,7 +479,7 @@ def test_requests_wait_for_their_grammar(grammars: Grammars) -> None:
     assert isinstance(made, GrammarConstraint)
     assert made.mask([]).words is not None
     assert isinstance(refused, Rejected)
-    assert refused.reason == "bad_request"
+    assert (refused.reason, refused.param) == ("bad_request", "grammar")
     assert "the grammar cannot be compiled: " in refused.message
     assert "unclosed character class" in refused.message
     assert len(waiting.waiting) == 0

@@ -136,6 +136,7 @@ class ScriptedWorker:
         self.phases = (0.0, 0.0)
         self.waits: tuple[float | None, float | None] = (None, None)
         self.reject: Rejected | None = None
+        self.failure: str | None = None  # of every request, at its end
         self.loads: ExpertLoads | None = None
         self.sent_at: dict[str, list[float]] | None = None
         self.submits.clear()
@@ -333,7 +334,9 @@ class ScriptedWorker:
     def _end(self, running: _Running, reason: str, stop_token_id: int | None = None) -> None:
         done = Done(
             request_id=running.submit.request_id,
-            finish_reason=reason,
+            finish_reason=reason if self.failure is None else "error",
+            error=self.failure,
+            retryable=self.failure is None,
             prompt_tokens=len(running.submit.prompt_token_ids),
             cached_tokens=3,
             completion_tokens=running.sent,

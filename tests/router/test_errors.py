@@ -165,6 +165,52 @@ def test_unknown_field_is_named(service, field):
         assert f"unknown or unsupported field '{field}'" in check_error(answer, 400, field)
 
 
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (b"null", "null"),
+        (b"true", "boolean"),
+        (b"3", "number"),
+        (b"1.5", "number"),
+        (b'"x"', "string"),
+        (b"[]", "array"),
+    ],
+)
+def test_other_bodies_are_named_as_in_json(service, body, kind):
+    message = check_error(service.client.post(COMPLETIONS, content=body), 400, None)
+    assert message == f"the request body must be a JSON object, got {kind}"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "expected"),
+    [
+        ({"logit_bias": [1]}, "logit_bias", "an object, got array"),
+        ({"stop_token_ids": {}}, "stop_token_ids", "an array, got object"),
+        ({"stop_token_ids": "x"}, "stop_token_ids", "an array, got string"),
+        ({"stream_options": True}, "stream_options", "an object, got boolean"),
+        ({"kv_compression": "x"}, "kv_compression", "an object, got string"),
+        ({"response_format": 3}, "response_format", "an object, got number"),
+        ({"structured_outputs": {"choice": "x"}}, "structured_outputs.choice", "an array, got string"),
+    ],
+)
+def test_other_types_of_fields_are_named_as_in_json(service, fields, param, expected):
+    for answer in (
+        service.post(COMPLETIONS, prompt="x", **fields),
+        service.post(CHAT, messages=HELLO, **fields),
+    ):
+        assert check_error(answer, 400, param) == f"'{param}': expected {expected}"
+
+
+def test_other_types_of_messages_and_schemas_are_named_as_in_json(service):
+    message = check_error(service.post(CHAT, messages={}), 400, "messages")
+    assert message == "'messages': expected an array, got object"
+    message = check_error(service.post(CHAT, messages=[None]), 400, "messages.0")
+    assert message == "'messages.0': expected an object, got null"
+    assert "Array should have at least 1 item" in check_error(service.post(CHAT, messages=[]), 400, "messages")
+    message = check_error(service.post(COMPLETIONS, prompt="x", guided_json="null"), 400, "guided_json")
+    assert message == "'guided_json' must be a JSON object or a boolean, got null"
+
+
 def test_best_of_must_be_n(service):
     assert len(service.complete(prompt="x", max_tokens=1, n=2, best_of=2)["choices"]) == 2
     check_error(service.post(COMPLETIONS, prompt="x", n=2, best_of=1), 400, "best_of")
@@ -173,12 +219,6 @@ def test_best_of_must_be_n(service):
 def test_unknown_role_is_named(service):
     message = check_error(service.post(CHAT, messages=[{"role": "king", "content": "x"}]), 400, "messages.0.role")
     assert "got 'king'" in message
-
-
-def test_wrong_types_are_said_in_words_of_json(service):
-    for fields, param in (({"messages": [None]}, "messages.0"), ({"response_format": "text"}, "response_format")):
-        answer = service.post(CHAT, **{"messages": HELLO, **fields})
-        assert check_error(answer, 400, param) == f"'{param}': Input should be an object"
 
 
 def test_messages_have_both_numbers(service):

@@ -9,7 +9,7 @@ from moeyard_router.api.anthropic import translated as of_messages
 from moeyard_router.api.responses import ResponsesRequest
 from moeyard_router.api.responses import translated as of_responses
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from moeyard_router.api.structured import grammar_of
+from moeyard_router.api.structured import constraint_of
 from moeyard_router.api.validation import parse
 from moeyard_router.errors import ApiError
 from moeyard_router.text import exact_json
@@ -172,10 +172,10 @@ def test_constant_beyond_doubles_is_refused(schema, lost):
     body = {"prompt": "a", "structured_outputs": {"json": schema}}
     request = parse(exact_json.dumps(body), CompletionRequest)
     if lost is None:
-        assert json.loads(grammar_of(request).text) == schema
+        assert json.loads(constraint_of(request).grammar.text) == schema
         return
     with pytest.raises(ApiError, match=rf"'structured_outputs\.json'.*{lost}"):
-        grammar_of(request)
+        constraint_of(request)
 
 
 def test_counted_messages_keep_large_integers():

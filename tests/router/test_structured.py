@@ -4,9 +4,11 @@ import json
 
 import pytest
 
+from moeyard_router.api.large import LARGE_BODY
 from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar, Rejected
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 JSON_SCHEMA = Grammar(kind="json_schema", text=TEXT)
@@ -72,8 +74,7 @@ WRONG = [
 @pytest.mark.parametrize(("fields", "grammar"), ASKED, ids=[json.dumps(fields)[:60] for fields, _ in ASKED])
 def test_all_requests_become_one_grammar(service, fields, grammar):
     assert service.post(COMPLETIONS, prompt="x", max_tokens=1, n=2, **fields).status_code == 200
-    chat = [{"role": "user", "content": "Hello"}]
-    assert service.post(CHAT, messages=chat, max_tokens=1, **fields).status_code == 200
+    assert service.post(CHAT, messages=HELLO, max_tokens=1, **fields).status_code == 200
     assert [submit.sampling.grammar for submit in service.submits] == [grammar] * 3
 
 
@@ -86,12 +87,52 @@ def test_invalid_requests_are_named(service, fields, param):
     assert service.submits == []
 
 
-def test_worker_rejection_of_a_grammar_is_a_400(service):
+REFUSED = Rejected(request_id="", reason="bad_request", message="the grammar cannot be compiled: no", param="grammar")
+SENT = [
+    (COMPLETIONS, {"prompt": "x", "guided_regex": "("}, "guided_regex"),
+    (COMPLETIONS, {"prompt": "x", "guided_json": {}}, "guided_json"),
+    (COMPLETIONS, {"prompt": "x", "guided_grammar": "start"}, "guided_grammar"),
+    (COMPLETIONS, {"prompt": "x", "structured_outputs": {"choice": ["a"]}}, "structured_outputs.choice"),
+    (CHAT, {"messages": HELLO, "response_format": named(schema={})}, "response_format.json_schema.schema"),
+    (
+        "/v1/responses",
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}},
+        "text.format.schema",
+    ),
+    ("/generate", {"text": "x", "sampling_params": {"regex": "("}}, "sampling_params.regex"),
+    ("/generate", {"text": "x", "sampling_params": {"ebnf": "start"}}, "sampling_params.ebnf"),
+    ("/generate", {"text": "x", "sampling_params": {"json_schema": "{}"}}, "sampling_params.json_schema"),
+    (
+        "/inference/v1/generate",
+        {"token_ids": [1], "sampling_params": {"structured_outputs": {"regex": "("}}},
+        "sampling_params.structured_outputs.regex",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), SENT, ids=[param for _, _, param in SENT])
+def test_worker_rejection_of_a_grammar_names_the_field(service, path, body, param):
     for worker in service.workers:
-        worker.reject = Rejected(request_id="", reason="bad_request", message="the grammar cannot be compiled: no")
-    answer = service.post(COMPLETIONS, prompt="x", max_tokens=1, guided_regex="(")
-    assert answer.status_code == 400
-    assert "the grammar cannot be compiled: no" in answer.json()["error"]["message"]
+        worker.reject = REFUSED
+    answer = service.post(path, **body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert error["message"] == f"'{param}': the grammar cannot be compiled: no"
+
+
+def test_worker_rejection_of_a_grammar_in_a_large_body_names_the_field(service):
+    """Another process reads a large body."""
+    for worker in service.workers:
+        worker.reject = REFUSED
+    answer = service.post(COMPLETIONS, prompt="x", guided_regex="(", user="a" * LARGE_BODY)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_regex")
+
+
+def test_output_that_a_grammar_ends_names_the_field(service):
+    for worker in service.workers:
+        worker.failure = "the grammar cannot be followed any further: no token of the vocabulary fits"
+    answer = service.post(COMPLETIONS, prompt="x", max_tokens=1, guided_regex="a")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_regex")
 
 
 def test_end_of_sequence_token_is_never_text(service, codec):
@@ -107,5 +148,7 @@ def test_end_of_sequence_token_is_never_text(service, codec):
 def test_server_without_a_tokenizer_refuses_structured_output(start):
     service = start(1, model_path=None, model_name="a-shape")
     answer = service.post(COMPLETIONS, prompt=[1], max_tokens=1, response_format={"type": "json_object"})
-    assert answer.status_code == 400
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")
     assert "this server has no tokenizer" in answer.json()["error"]["message"]
+    answer = service.post(COMPLETIONS, prompt=[1], max_tokens=1, guided_regex="a")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_regex")

@@ -200,13 +200,37 @@ def test_output_format_with_tools_and_reasoning(model):
     assert got.text == 'start: "{}"'
     assert message == {"role": "assistant", "content": "{}"}
     answer = model.service.post(CHAT, messages=ASK, tools=[WEATHER], **own)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs.grammar")
+    own = {"guided_grammar": 'start: "{}"'}
+    answer = model.service.post(CHAT, messages=ASK, tools=[WEATHER], **own)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "guided_grammar")
 
 
-def test_a_grammar_that_the_worker_refuses_is_a_400(model):
-    model.worker.reject = Rejected(request_id="", reason="bad_request", message="the schema is no schema")
-    answer = model.service.post(CHAT, messages=ASK, tools=[WEATHER], tool_choice="required")
-    assert (answer.status_code, "no schema" in answer.text) == (400, True)
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        ({"tool_choice": "required"}, "'tools'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, "'tools'"),
+        ({"tools": [], "response_format": {"type": "json_object"}}, "'response_format'"),
+        ({"response_format": {"type": "json_object"}}, "'tools' or 'response_format'"),
+    ],
+    ids=["required", "named", "format", "both"],
+)
+def test_a_grammar_that_the_worker_refuses_names_the_fields(model, body, names):
+    message = "the schema is no schema"
+    model.worker.reject = Rejected(request_id="", reason="bad_request", message=message, param="grammar")
+    answer = model.service.post(CHAT, messages=ASK, **{"tools": [WEATHER], **body})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["message"]) == (400, f"{names}: {message}")
+    assert error["param"] == names.split("'")[1]
+
+
+def test_a_refused_grammar_without_a_format_of_calls_names_tools(start):
+    """The server writes the calls as JSON if it does not know the model's form."""
+    service = start(1)
+    service.workers[0].reject = Rejected(request_id="", reason="bad_request", message="no", param="grammar")
+    answer = service.post(CHAT, messages=ASK, tools=[WEATHER], tool_choice="required")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
 
 
 DEEP: dict = {}

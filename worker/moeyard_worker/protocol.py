@@ -314,7 +314,7 @@ class Done:
 class Rejected:
     """A request that was never run.
 
-    retry_after: seconds, if a retry may help. `param`: the field of the request that is at fault, if there is one.
+    retry_after: seconds, if a retry may help. `param`: the field of `SamplingParams` that is at fault, if there is one.
     """
 
     type: ClassVar[str] = "rejected"

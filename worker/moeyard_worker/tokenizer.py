@@ -117,7 +117,7 @@ def read_object(path: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(data).__name__}")
+        raise ValueError(f"{path}: expected a JSON object")
     return data
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -221,7 +222,7 @@ class Generation:
         elif isinstance(event, Aborted) and choice.has_scores:
             delta = choice.aborted()
         else:
-            self._error = _as_error(event)
+            self._error = _as_error(event, self._job)
             if isinstance(event, Rejected):
                 self._unfinished.discard(index)
             return
@@ -318,17 +319,26 @@ def _missing(data: str) -> ApiError:
     return ApiError(500, f"the worker did not send the {data} of this request", reason="")
 
 
-def _as_error(event: Done | Rejected | Lost | Aborted) -> ApiError:
+def _as_error(event: Done | Rejected | Lost | Aborted, job: Job) -> ApiError:
     if isinstance(event, Lost):
         return ApiError(503, event.reason, reason="")
     if isinstance(event, Aborted):
         return ApiError(503, f"{ABORTED} before all data about its prompt were known", reason="")
     if isinstance(event, Rejected):
         status = _REJECT_STATUS.get(event.reason, 500)
-        return ApiError(status, event.message, param=event.param, reason=event.reason, retry_after=event.retry_after)
+        error = ApiError(status, event.message, param=event.param, reason=event.reason, retry_after=event.retry_after)
+        return _of_grammar(error, job) if event.param == "grammar" else error
     if event.finish_reason == "abort":
         return ApiError(503, "the worker aborted the request", reason="")
-    if not event.retryable:
-        return ApiError(400, str(event.error), reason="")
+    if not event.retryable:  # no token satisfies its grammar
+        return _of_grammar(ApiError(400, str(event.error), reason=""), job)
     # The fleet is lost or stopping, or this request's logits broke a rank.
     return ApiError(503, f"the worker failed on this request: {event.error}", reason="")
+
+
+def _of_grammar(error: ApiError, job: Job) -> ApiError:
+    """Name the client's fields in an error of the grammar, because the worker does not know them."""
+    fields = job.grammar_fields
+    if not fields:
+        return error
+    return replace(error, message=f"{' or '.join(map(repr, fields))}: {error.message}", param=fields[0])

@@ -13,7 +13,7 @@ from pydantic import InstanceOf
 from moeyard_router.api.limits import SEEDS, RequestLimits
 from moeyard_router.api.messages import template_messages
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from moeyard_router.api.structured import grammar_of
+from moeyard_router.api.structured import Constraint, constraint_of
 from moeyard_router.api.thinking import template_variables
 from moeyard_router.api.tools import ToolUse, answering, check_served
 from moeyard_router.api.validation import RequestT, parse
@@ -23,7 +23,7 @@ from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
 from moeyard_router.text.extraction import Extraction
 from moeyard_router.text.template import ChatTemplate
-from moeyard_worker.protocol import Grammar, SamplingParams, TokenIds
+from moeyard_worker.protocol import SamplingParams, TokenIds
 
 THREAD_TEXT = 2048  # characters or bytes: 2 ms of tokenizing, twenty times the cost of waking a thread
 _THREADS = 2
@@ -59,7 +59,8 @@ class Job:
 
     `ignored` names fields without effect. `repeated` holds request fields that the answer repeats. `routing` is the
     form of the routed experts that the answer has, if any. `output_start`: the one prompt's ids from there on are a
-    forced output for the workers, and a part of the prompt for the client.
+    forced output for the workers, and a part of the prompt for the client. `grammar_fields` names the client's fields
+    that the grammar enforces.
     """
 
     chat: bool
@@ -83,6 +84,7 @@ class Job:
     repeated: dict[str, Any] | None = None
     routing: RoutedShape | None = None
     output_start: int | None = None
+    grammar_fields: tuple[str, ...] = ()
 
     @property
     def num_forced(self) -> int:
@@ -141,7 +143,8 @@ class Intake:
         self.limits.check_choices(request.n or 1, len(request.prompt))
         special = request.add_special_tokens is not False
         prompts = [await self._prompt(p, special=special, echo=bool(request.echo)) for p in request.prompt]
-        job = self._job(request, prompts, logprobs=request.logprobs, echo=request.echo, grammar=grammar_of(request))
+        constraint = constraint_of(request)
+        job = self._job(request, prompts, logprobs=request.logprobs, echo=request.echo, constraint=constraint)
         return job if request.output_start is None else _scored(job, request.output_start)
 
     async def chat(self, request: ChatRequest) -> Job:
@@ -150,18 +153,18 @@ class Intake:
         self.limits.check_choices(request.n or 1, 1)
         template = self._template(request.tool_use)
         text, unseen = await self._rendered(request, template)
-        extraction, grammar = answering(
+        extraction, constraint = answering(
             request.tool_use,
             self._formats,
             shown="tools" in template.traits.variables,
             prompt=text,
             begun=(request.messages[-1].content or "") if request.continue_final_message else None,
             include_reasoning=request.shows_reasoning,
-            body=grammar_of(request),
+            body=constraint_of(request),
         )
         prompt = await self._prompt(text, special=bool(request.add_special_tokens), echo=False, param="messages")
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        job = self._job(request, [prompt], logprobs=logprobs, grammar=grammar)
+        job = self._job(request, [prompt], logprobs=logprobs, constraint=constraint)
         return dataclasses.replace(job, ignored=(*job.ignored, *unseen), extraction=extraction)
 
     async def tokenize(self, request: TokenizeRequest) -> Job:
@@ -239,14 +242,16 @@ class Intake:
         prompts: list[Prompt],
         *,
         logprobs: int | None,
-        grammar: Grammar | None,
+        constraint: Constraint | None,
         echo: bool | None = False,
     ) -> Job:
         self.limits.check_logprobs(request, logprobs)
         if request.stop and not self._codec.has_text:
             raise bad_request("'stop': this server has no tokenizer to find it with; use 'stop_token_ids'", "stop")
+        grammar, fields = (None, ()) if constraint is None else (constraint.grammar, constraint.fields)
         if grammar is not None and not self._codec.has_text:
-            raise bad_request("structured output is about text, and this server has no tokenizer", "response_format")
+            message = f"'{fields[0]}': structured output is about text, and this server has no tokenizer"
+            raise bad_request(message, fields[0])
         continuations: list[Continuation] = []
         for i, prompt in enumerate(prompts):
             sampling = self.limits.sampling(request, len(prompt.token_ids), logprobs, echo=bool(echo))
@@ -279,6 +284,7 @@ class Intake:
             ignored=request.ignored,
             prompt_logprobs=request.prompt_logprobs,
             routing=None if continuations[0].sampling.routed_experts_start is None else self._config.routing,
+            grammar_fields=fields,
         )
         if job.num_scores > _MAX_SCORES:
             message = f"{job.num_scores} logprobs of prompt tokens, at most {_MAX_SCORES} are given in one answer"

@@ -5,6 +5,7 @@ errors become a 400 too.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +17,14 @@ from moeyard_worker.protocol import MAX_GRAMMAR_BYTES, Grammar
 
 _COMPACT = (("whitespace_flexible", False),)  # llguidance's option for JSON without white space
 _Named = tuple[str, Grammar]  # a field's name and its grammar
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A grammar, and the fields of the request that it enforces."""
+
+    grammar: Grammar
+    fields: tuple[str, ...]
 
 
 class _Part(BaseModel):
@@ -64,7 +73,7 @@ class StructuredFields(BaseModel):
     guided_whitespace_pattern: str | None = None
 
 
-def grammar_of(request: StructuredFields) -> Grammar | None:
+def constraint_of(request: StructuredFields) -> Constraint | None:
     """Return the request's constraint. Raises `ApiError` 400 for several, or for an invalid one."""
     found = [*_format(request.response_format), *_outputs(request.structured_outputs), *_guided(request)]
     if not found:
@@ -76,7 +85,7 @@ def grammar_of(request: StructuredFields) -> Grammar | None:
     size = len(grammar.text.encode())
     if size > MAX_GRAMMAR_BYTES:
         raise bad_request(f"'{name}' has {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed", name)
-    return grammar
+    return Constraint(grammar, (name,))
 
 
 def _format(given: ResponseFormat | None) -> list[_Named]:
@@ -152,7 +161,7 @@ def _schema(name: str, given: Any, blanks: dict[str, Any]) -> _Named:
         except ValueError as error:
             raise bad_request(f"'{name}' is not valid JSON: {error}", name) from error
     if not isinstance(schema, dict | bool):
-        raise bad_request(f"'{name}' must be a JSON object or a boolean, got {type(schema).__name__}", name)
+        raise bad_request(f"'{name}' must be a JSON object or a boolean, got {exact_json.kind_of(schema)}", name)
     check_constants(schema, name)
     if blanks and isinstance(schema, dict):
         schema = {**schema, "x-guidance": blanks}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from moeyard_router.api.structured import check_constants
+from moeyard_router.api.structured import Constraint, check_constants
 from moeyard_router.errors import bad_request
 from moeyard_router.text import exact_json
 from moeyard_router.text.answer_formats import AnswerFormats
@@ -172,8 +172,8 @@ def answering(
     prompt: str,
     begun: str | None,
     include_reasoning: bool,
-    body: Grammar | None,
-) -> tuple[Extraction | None, Grammar | None]:
+    body: Constraint | None,
+) -> tuple[Extraction | None, Constraint | None]:
     """Return how the answers to `prompt`, continued from `begun`, are parsed (None: all is content), and their grammar.
 
     Without a known format, or if the template shows no tools (`shown`), a required call is a JSON list, or the
@@ -185,13 +185,13 @@ def answering(
     if use.choice in ("required", "named") and not (shown and tools is not None):
         named, tools = (use.name, None) if use.choice == "named" else (None, JSON_CALLS)
     # A grammar that the client wrote applies to the whole answer.
-    reasoning = formats.reasoning if body is None or can_be_part(body) else None
+    reasoning = formats.reasoning if body is None or can_be_part(body.grammar) else None
     if tools is None and named is None and reasoning is None:
         return None, body
     if use.choice in ("required", "named"):
         body = _arguments_of(use) if named is not None else None  # no content is possible
-    elif tools is not None and body is not None and not can_be_part(body):
-        raise bad_request("'structured_outputs': a grammar leaves no room for calls of 'tools'", "structured_outputs")
+    elif tools is not None and body is not None and not can_be_part(body.grammar):
+        raise bad_request(f"'{body.fields[0]}': a grammar leaves no room for calls of 'tools'", body.fields[0])
     must = body is not None or use.choice != "auto"
     # The model may decide to call, but the arguments of strict functions must follow their schemas.
     forced = must or any(tool.function.strict for tool in use.tools)
@@ -217,18 +217,22 @@ def answering(
         functions = use.callable_functions(only_strict=not must)
         check_constants([schema for _, schema in functions], "tools")
         calls = AllowedCalls(form=tools, functions=functions, one_call=use.one_call, among_text=not must)
-    grammar = answer_grammar(thinking=thinking, calls=calls, body=body, token_ids=formats.token_ids)
-    size = 0 if grammar is None else len(grammar.text.encode())
+    part = None if body is None else body.grammar
+    grammar = answer_grammar(thinking=thinking, calls=calls, body=part, token_ids=formats.token_ids)
+    if grammar is None:
+        return extraction, None
+    fields = (() if calls is None else ("tools",)) + (() if body is None else body.fields)
+    constraint = Constraint(grammar, tuple(dict.fromkeys(fields)))
+    size = len(grammar.text.encode())
     if size > MAX_GRAMMAR_BYTES:
         message = f"the form of this answer makes a grammar of {size} bytes, at most {MAX_GRAMMAR_BYTES} are allowed"
-        of_tools = calls is not None or named is not None
-        raise bad_request(f"'{'tools' if of_tools else 'response_format'}': {message}", "tools" if of_tools else None)
-    return extraction, grammar
+        raise bad_request(f"'{constraint.fields[0]}': {message}", constraint.fields[0])
+    return extraction, constraint
 
 
-def _arguments_of(use: ToolUse) -> Grammar:
-    """Return the grammar of the arguments of the only callable function, as a JSON text."""
+def _arguments_of(use: ToolUse) -> Constraint:
+    """Return the constraint to the arguments of the only callable function, as a JSON text."""
     ((_, schema),) = use.callable_functions()
     check_constants(schema, "tools")
     written = {"x-guidance": {"whitespace_pattern": BLANKS_OF_ARGUMENTS}, **schema}
-    return Grammar(kind="json_schema", text=exact_json.dumps(written).decode())
+    return Constraint(Grammar(kind="json_schema", text=exact_json.dumps(written).decode()), ("tools",))

@@ -57,7 +57,8 @@ class Translation:
         except ApiError as error:
             raise self._translated(error) from error
         ignored = dict.fromkeys((*self.ignored, *map(self.client_name, job.ignored)))
-        return replace(job, ignored=tuple(ignored), repeated=self.repeated)
+        fields = tuple(map(self.client_name, job.grammar_fields))
+        return replace(job, ignored=tuple(ignored), repeated=self.repeated, grammar_fields=fields)
 
     def _completed(self) -> dict[str, Any]:
         # Answers of other APIs than completions have no place for routed experts.

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -48,9 +49,12 @@ def _check(param: str, count: int, unit: str, limit: int) -> None:
 
 RequestT = TypeVar("RequestT", bound=Strict)
 _MAX_NAMED = 32  # unknown fields that the answer names
-_OBJECT = re.compile(r"a valid dictionary( or instance of \w+)?")  # pydantic's words for a JSON object
 _UNPRINTABLE = re.compile(r"[^\w.$-]", re.ASCII)
 _Place = tuple[int | str, ...]
+# JSON's names of the types in errors of pydantic, which says "list", and "dictionary" or a class.
+_EXPECTED = MappingProxyType(
+    {"list_type": "an array", **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "an object")}
+)
 
 
 def parse(body: bytes, kind: type[RequestT], *, ignore_unknown: bool = False) -> RequestT:
@@ -60,7 +64,7 @@ def parse(body: bytes, kind: type[RequestT], *, ignore_unknown: bool = False) ->
     except ValueError as error:
         raise bad_request(f"the request body is not valid JSON: {error}") from error
     if not isinstance(data, dict):
-        raise bad_request(f"the request body must be a JSON object, got {type(data).__name__}")
+        raise bad_request(f"the request body must be a JSON object, got {exact_json.kind_of(data)}")
     check_sizes(data)
     return _without_unknown(data, kind) if ignore_unknown else validate(data, kind)
 
@@ -128,12 +132,16 @@ def _parts(annotation: Any) -> list[type]:
 def _as_api_error(detail: ErrorDetails, kind: type[Strict]) -> ApiError:
     # An error of a whole model has no location. The models' validators give the field's name as its type.
     param = ".".join(str(part) for part in detail["loc"]) if detail["loc"] else detail["type"]
-    message = f"'{param}': {_OBJECT.sub('an object', detail['msg'])}"
+    message = f"'{param}': {detail['msg']}"
     if detail["type"] == "extra_forbidden":
         *path, name = detail["loc"]
         close = difflib.get_close_matches(str(name)[:64], _names_at(kind, path), n=1, cutoff=0.75)
         hint = f"; did you mean '{'.'.join(map(str, [*path, close[0]]))}'?" if close else ""
         message = f"unknown or unsupported field '{param}'{hint}"
+    elif detail["type"] in _EXPECTED:
+        message = f"'{param}': expected {_EXPECTED[detail['type']]}, got {exact_json.kind_of(detail['input'])}"
+    elif detail["type"] in ("too_short", "too_long"):
+        message = message.replace("List", "Array").replace(" after validation", "")
     elif detail["type"] == "literal_error" and isinstance(detail["input"], str):
         message += f", got '{detail['input']:.40}'"
     elif detail["type"] == "missing":

@@ -31,7 +31,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
+        raise CheckpointError(f"{path}: expected a JSON object, got {shown(value)}")
     return value
 
 
@@ -87,7 +87,8 @@ class Fields:
         """Return the value under `key`, which must be one of `supported`."""
         value = self._get(key, default)
         if value not in supported:
-            raise self.error(key, f"{shown(value)} is not supported (supported: {', '.join(map(str, supported))})")
+            known = ", ".join(each if isinstance(each, str) else shown(each) for each in supported)
+            raise self.error(key, f"{shown(value)} is not supported (supported: {known})")
         return value
 
     def _get(self, key: str, default: Any) -> Any:
@@ -100,5 +101,5 @@ class Fields:
 
 
 def shown(value: Any) -> str:
-    """Return a value as error messages quote it, at most 200 characters long."""
-    return f"{reprlib.repr(value):.200}"
+    """Return a JSON value as error messages quote it, at most 200 characters long."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else f"{reprlib.repr(value):.200}"

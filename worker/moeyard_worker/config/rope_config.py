@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from moeyard_worker.config.fields import MAX_POSITIONS, Fields
+from moeyard_worker.config.fields import MAX_POSITIONS, Fields, shown
 
 KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 # Other names of a kind. The three sections of mrope have equal positions in a text.
@@ -166,7 +166,7 @@ def _divisors(rope: Fields, key: str, count: int) -> tuple[float, ...]:
     """Return a list of positive numbers, one per rotated pair."""
     values = rope.values.get(key)
     if not isinstance(values, list) or len(values) != count:
-        raise rope.error(key, f"is {values!r:.80}, expected a list of {count} numbers, one per rotated pair")
+        raise rope.error(key, f"is {shown(values)}, expected a list of {count} numbers, one per rotated pair")
     return tuple(Fields(f"{rope.file}: {key}", {str(i): value}).number(str(i)) for i, value in enumerate(values))
 
 

@@ -15,7 +15,7 @@ from moeyard_worker.checkpoint.formats.gguf import GgufFormat, SplitKvScheme
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import DTYPE_BYTES
-from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json
+from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json, shown
 from moeyard_worker.config.rope_config import context_length, rope_fields
 from moeyard_worker.layers.gqa import Gqa
 from moeyard_worker.layers.mla import Mla
@@ -84,7 +84,7 @@ def parse_model_config(config: Fields, stop: Fields, *, gguf: bool = False) -> M
     name = config.values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         also = "".join(f"; {key} is not supported either: {method}" for key, method, _ in quantisations(config))
-        raise config.error("model_type", f"{name!r:.80} is not supported (supported: {', '.join(FAMILIES)}){also}")
+        raise config.error("model_type", f"{shown(name)} is not supported (supported: {', '.join(FAMILIES)}){also}")
     family = FAMILIES[name]
     if family.text_config:
         config = _text_part(config)
@@ -99,7 +99,7 @@ def parse_model_config(config: Fields, stop: Fields, *, gguf: bool = False) -> M
         # GPTQ and AWQ compute in float16. Here every quantised weight is served as bfloat16.
         dtype = "bfloat16"
     if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
-        raise config.error("dtype", f"{dtype!r:.80} is not supported (supported: {', '.join(DTYPE_BYTES)})")
+        raise config.error("dtype", f"{shown(dtype)} is not supported (supported: {', '.join(DTYPE_BYTES)})")
     model = ModelConfig(
         **family.parse(config),
         family=name,

@@ -412,7 +412,7 @@ class GrammarQueue:
 
 
 def _bad(submit: Submit, message: str) -> Rejected:
-    return Rejected(request_id=submit.request_id, reason="bad_request", message=message)
+    return Rejected(request_id=submit.request_id, reason="bad_request", message=message, param="grammar")
 
 
 def _full(submit: Submit, message: str) -> Rejected:
