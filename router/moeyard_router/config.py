@@ -94,24 +94,29 @@ _DURATIONS = (
 
 
 def otlp_target(endpoint: str, protocol: str | None) -> tuple[str, str]:
-    """Return the protocol and the URL of a collector. Raises `ValueError` for an endpoint without a host.
+    """Return the protocol and the URL of a collector. Raises `ValueError` for another kind of endpoint.
 
     Without a `protocol`, an endpoint with a path, or with OTLP's port for HTTP (4318), gets HTTP; others get gRPC. HTTP
-    without a path gets the path of OTLP. `grpc://` is http://, as is an endpoint without a scheme.
+    without a path gets the path of OTLP. `grpc://` is http://, as is HOST:PORT without a scheme.
     """
-    what = f"otlp_traces_endpoint: '{endpoint}'"
+    what = f"--otlp-traces-endpoint {endpoint}"
+    example = "http://localhost:4317 (gRPC) or http://localhost:4318 (HTTP)"
     try:
         url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
         host, port, path = url.hostname, url.port, url.path.rstrip("/")
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from error
-    if not host or url.scheme not in ("http", "https", "grpc"):
-        raise ValueError(f"{what} is no URL of a collector, such as http://localhost:4317")
+    if not host or url.scheme not in ("http", "https", "grpc") or (port is None and "://" not in endpoint):
+        raise ValueError(f"{what}: not the URL of a collector, such as {example}")
     if protocol is None:
         over_http = url.scheme != "grpc" and (path or port == 4318)
         protocol = "http/protobuf" if over_http else "grpc"
     if protocol not in OTLP_PROTOCOLS:
         raise ValueError(f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: '{protocol}' is none of {', '.join(OTLP_PROTOCOLS)}")
+    if protocol != "grpc" and url.scheme == "grpc":
+        raise ValueError(
+            f"{what}: grpc:// contradicts OTEL_EXPORTER_OTLP_TRACES_PROTOCOL={protocol}; give a URL such as {example}"
+        )
     scheme = "https" if url.scheme == "https" else "http"
     if protocol == "grpc":
         return protocol, f"{scheme}://{url.netloc}"

@@ -166,7 +166,10 @@ def test_command_line_overrides_the_file(tmp_path: Path) -> None:
     [
         ("prot: 1", ["config.yaml: 'prot' is no flag of this command"]),
         ("por: 1", ["config.yaml: 'por' is no flag"]),  # no abbreviations
-        ("config: x", ["'config' is no flag"]),
+        ("config: x", ["config.yaml: 'config': a config file cannot name another one"]),
+        ("port: 1\n\nport: 2", ["config.yaml: line 3: 'port' is given already in line 1"]),
+        ("max-num-seqs: 1\nmax_num_seqs: 2", ["config.yaml: line 2: 'max_num_seqs' is given already in line 1"]),
+        ("text", ["config.yaml: expected names of flags with their values, got one value"]),
         ("run: x", ["'run' is no flag"]),
         ("port: 99999", ["config.yaml: ", "--port", "99999", "65535"]),
         ("exchange: pigeon", ["config.yaml: ", "--exchange", "pigeon"]),
@@ -187,13 +190,14 @@ def test_bad_file_is_one_line(tmp_path: Path, text: str, says: list[str], capsys
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--config", "/no/file.yaml"], ["/no/file.yaml: No such file"]),
+        (["--config", "/no/file.yaml"], ["moeyard: --config /no/file.yaml: No such file"]),
+        (["--hf-config-path", "/no"], ["--hf-config-path /no: only a GGUF file needs it, and the demo is none"]),
         (["--served-model-name", "a", "a"], ["--served-model-name", "'a', 'a'"]),
         (["--served-model-name", ""], ["--served-model-name", "not be empty"]),
         (["--served-model-name", "a", str(DEMO)], [f"'{DEMO}' is a directory", "MODEL stands before"]),
         (["--generation-config", "/no"], ["--generation-config /no: expected auto, none or a directory"]),
-        (["--chat-template", "/no/x.jinja", "--port", "0"], ["/no/x.jinja: No such file"]),
-        (["--chat-template", str(DEMO / "model.safetensors")], ["model.safetensors: ", "utf-8"]),
+        (["--chat-template", "/no/x.jinja", "--port", "0"], ["moeyard: --chat-template /no/x.jinja: No such file"]),
+        (["--chat-template", str(DEMO / "model.safetensors")], ["--chat-template ", "model.safetensors: ", "utf-8"]),
         (
             ["--load-format", "dummy", "--shape", "DeepSeek-V2-Lite", "--layers", "2", "--chat-template", "x.jinja"],
             ["chat template x.jinja: chats need a tokenizer"],
@@ -203,6 +207,22 @@ def test_bad_file_is_one_line(tmp_path: Path, text: str, says: list[str], capsys
 )
 def test_bad_flag_is_one_line(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     check_line(words, says, capsys)
+
+
+def test_file_flags_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether the command line or a config file gives the path, and whatever is wrong with the file."""
+    config, bad = tmp_path / "config.yaml", str(DEMO / "config.json")
+    for words in (
+        *(["api-key-file", "/no/x"], ["ssl-certfile", "/no/x"], ["log-requests", "/no/x"], ["chat-template", "/no/x"]),
+        ["ssl-keyfile", "/no/x", "ssl-certfile", bad],
+        ["control-key-file", "/no/x", "control-listen", "127.0.0.1:0"],
+        *(["api-key-file", str(tmp_path)], ["api-key-file", bad], ["ssl-certfile", bad]),
+    ):
+        flags = dict(zip(words[::2], words[1::2], strict=True))
+        says = [f"moeyard: --{words[0]} {words[1]}"]
+        check_line([f"--{name}={value}" for name, value in {**flags, "port": "0"}.items()], says, capsys)
+        config.write_text("".join(f"{name}: {value}\n" for name, value in {**flags, "port": "0"}.items()))
+        check_line(["--config", str(config)], says, capsys)
 
 
 def check_line(words: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -113,7 +113,7 @@ def test_invalid_settings_are_refused(service: Any, tmp_path: Path, capsys: pyte
     assert "--prompts ids goes with" in refused(capsys, "bench", service.url, "--prompts", "ids")
     assert "--burstiness" in refused(capsys, "bench", service.url, "--burstiness", "2")
     assert "no objective" in refused(capsys, "bench", service.url, "--slo", "fast")
-    assert "no place for a file" in refused(capsys, "bench", service.url, "--json", str(tmp_path))
+    assert f"--json {tmp_path} is no place for a file" in refused(capsys, "bench", service.url, "--json", str(tmp_path))
     other = tmp_path / "other.json"
     other.write_text("{}")
     assert "no result" in refused(capsys, "bench", service.url, "--compare", str(other))

@@ -243,9 +243,16 @@ def test_protocol_of_an_endpoint(endpoint, protocol, target):
     assert otlp_target(endpoint, protocol) == target
 
 
-@pytest.mark.parametrize("endpoint", ["http://", "ftp://c:4317", "http://c:port"])
+@pytest.mark.parametrize(
+    "endpoint", ["", "foo", "foo/v1/traces", "http://", "tcp://c:4317", "foo:bar", "http://c:port"]
+)
 def test_unusable_endpoint(endpoint):
-    with pytest.raises(ValueError, match=f"^otlp_traces_endpoint: '{endpoint}'"):
+    with pytest.raises(ValueError, match=f"^--otlp-traces-endpoint {endpoint}: "):
         AccessConfig(otlp_traces_endpoint=endpoint)
+
+
+def test_endpoint_of_another_protocol():
+    with pytest.raises(ValueError, match=r"^--otlp-traces-endpoint grpc://c:4317: .*such as http://localhost:4317"):
+        AccessConfig(otlp_traces_endpoint="grpc://c:4317", otlp_traces_protocol="http/protobuf")
     with pytest.raises(ValueError, match="OTEL_EXPORTER_OTLP_TRACES_PROTOCOL: 'json' is none of grpc, http/protobuf"):
         AccessConfig(otlp_traces_endpoint="c:4317", otlp_traces_protocol="json")

@@ -125,13 +125,13 @@ def add_serving_commands(commands: "Commands[Parser]") -> None:
     serve = add_server_command(commands, "serve", text, groups=groups)
     serve.epilog = EXAMPLES
     serve.add_argument("--api-key", nargs="?", action=_NoKeyHere, help=argparse.SUPPRESS)
-    serve.set_defaults(run=Late("moeyard.local.serve", "run"), parser=serve)
+    serve.set_defaults(run=Late("moeyard.local.serve", "run"))
 
     text = "serve the bundled checkpoint, stream one chat completion and show figures"
     demo = add_server_command(commands, "demo", text, groups=(*ENGINE_GROUPS, api))
     demo.add_argument("--once", action="store_true", help="exit after the figures")
     run = Late("moeyard.clients.demo", "demo")
-    demo.set_defaults(run=run, parser=demo, model=None, workers=2, load_format="auto", shape=None, layers=None)
+    demo.set_defaults(run=run, model=None, workers=2, load_format="auto", shape=None, layers=None)
 
     text = "what this machine has, and what `serve` with these flags would fail at"
     doctor = add_server_command(commands, "doctor", text, groups=(model, *ENGINE_GROUPS, api))
@@ -261,30 +261,37 @@ def with_subject(argv: list[str]) -> list[str]:
 
 def parsed(words: list[str]) -> argparse.Namespace:
     """Return the arguments of a command line and, for a server, of its config file. Raises ValueError or OSError."""
-    args = build_parser().parse_args(words)
+    return _with_sources(build_parser().parse_args(words), words)
+
+
+def _with_sources(args: argparse.Namespace, words: list[str]) -> argparse.Namespace:
     # The command is the first argument: no flag before it lets a command run.
     if getattr(args, "config", None) is not None:
         return cast(argparse.Namespace, load("moeyard.cli.config_file").with_config_file(args, words[1:]))
-    if hasattr(args, "parser"):
+    if args.command in ("serve", "demo"):
         args.sources = dict.fromkeys(args.parser.given(words[1:]), "flag")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
+    args = argparse.Namespace(parser=Parser())
     try:
         if signal.getsignal(signal.SIGINT) is leave:
             # From here on an interrupt is an exception, so that cleanup runs.
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        args = parsed(with_subject(sys.argv[1:] if argv is None else argv))
+        words = with_subject(sys.argv[1:] if argv is None else argv)
+        args = build_parser().parse_args(words)
+        args = _with_sources(args, words)
         return int(args.run(args))
     except BrokenPipeError:
         # The reader of stdout has left, as `head` does. Python's final flush would fail again.
         sys.stdout = None
         return 128 + signal.SIGPIPE
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
+        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        fail(args.parser.with_flag(message, args))
     except ValueError as error:
-        fail(str(error), getattr(error, "exit_code", 2))
+        fail(args.parser.with_flag(str(error), args), getattr(error, "exit_code", 2))
     except KeyboardInterrupt:
         # By default a second signal would kill a process that already shuts down.
         signal.signal(signal.SIGINT, signal.SIG_IGN)

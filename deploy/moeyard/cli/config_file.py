@@ -34,6 +34,8 @@ def with_config_file(args: argparse.Namespace, argv: Sequence[str]) -> argparse.
     model, names = None, []
     for key, value in read(path).items():
         name = key.replace("-", "_")
+        if name == "config":
+            raise ValueError(f"{path}: '{key}': a config file cannot name another one")
         if name not in known:
             hint = parser.hint(f"--{name.replace('_', '-')}")
             raise ValueError(f"{path}: '{key}' is no flag of this command" + (f"; {hint}" if hint else ""))
@@ -60,14 +62,27 @@ def with_config_file(args: argparse.Namespace, argv: Sequence[str]) -> argparse.
 def read(path: Path) -> dict[str, Any]:
     """The file's keys and values; raises `ValueError` or `OSError` naming it."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        values, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path}: {error}") from error
     if values is None:
         return {}
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected names of flags with their values, got a {type(values).__name__}")
+    if not isinstance(values, dict) or not isinstance(node, yaml.MappingNode):
+        kind = "a list" if isinstance(values, list) else "one value"
+        raise ValueError(f"{path}: expected names of flags with their values, got {kind}")
+    _check_keys(path, node)
     return {str(key): value for key, value in values.items()}
+
+
+def _check_keys(path: Path, node: yaml.MappingNode) -> None:
+    """Raise `ValueError` naming a key that is given twice, because YAML's parser would keep the last value only."""
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        name, line = str(key.value).replace("_", "-"), key.start_mark.line + 1
+        if name in lines:
+            raise ValueError(f"{path}: line {line}: '{key.value}' is given already in line {lines[name]}")
+        lines[name] = line
 
 
 def flag(name: str, value: Any, *, switch: bool) -> list[str]:

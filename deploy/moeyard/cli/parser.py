@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from moeyard.cli.other_servers import INSTEAD
@@ -26,6 +27,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, everyday: Sequence[str] = (), **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
+        self.set_defaults(parser=self)  # the parser of the innermost command remains
         self.everyday = tuple(everyday)
         if self.everyday:
             # Like --help it leaves nothing in the namespace: a config file has no such key.
@@ -52,6 +54,17 @@ class Parser(argparse.ArgumentParser):
         # argparse leaves attributes alone that exist, so that absent flags stay None.
         found = vars(self.parse_args(words, namespace=argparse.Namespace(**dict.fromkeys(names))))
         return frozenset(name for name in names if found.get(name) is not None)
+
+    def with_flag(self, message: str, args: argparse.Namespace) -> str:
+        """Put the flag before the path with which a message begins, if a flag of `args` gave that path."""
+        for action in self._actions:
+            value = getattr(args, action.dest, None) if action.option_strings else None
+            for path in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(path, str | Path) and re.match(
+                    re.escape(str(Path(path))) + r"(: |, line | with )", message
+                ):
+                    return f"{action.option_strings[0]} {message}"
+        return message
 
     def hint(self, word: str) -> str:
         """Guess what an unknown flag meant; "" where nothing is near."""

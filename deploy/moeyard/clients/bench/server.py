@@ -78,9 +78,9 @@ def check(config: ServerBenchConfig) -> dict[str, float]:
         raise ValueError("--burstiness goes with --rate: a closed loop has no arrivals")
     if config.png is not None and find_spec("matplotlib") is None:
         raise ValueError("--png needs matplotlib: pip install 'moeyard[bench]'")
-    for path in (config.json, config.png):
+    for flag, path in (("--json", config.json), ("--png", config.png)):
         if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ValueError(f"{path} is no place for a file; name a file in a directory that is there")
+            raise ValueError(f"{flag} {path} is no place for a file; name a file in a directory that is there")
     return {} if config.slo is None else parse_slo(config.slo)
 
 
