@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.checkpoints import VOCAB_SIZE, add_drafts, make_checkpoint
+from tests.checkpoints import VOCAB_SIZE, add_drafts, edit_config, make_checkpoint
 from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import EngineConfig
@@ -59,9 +59,11 @@ def bits(answer: Answer) -> tuple[Any, ...]:
     return answer.token_ids, answer.logprobs, answer.prompt_logprobs
 
 
-def fresh(processes: ProcessPool, model: Path, case: str, traces: list[tuple[int, ...]] | None = None) -> list[Answer]:
+def fresh(
+    processes: ProcessPool, model: Path, case: str, traces: list[tuple[int, ...]] | None = None, **options: Any
+) -> list[Answer]:
     """Return the answers of a new fleet. `traces`: the output tokens with which each answer begins."""
-    with start_fleet(processes, config_of(model, case, num_workers=1)) as fleet:
+    with start_fleet(processes, config_of(model, case, num_workers=1, **options)) as fleet:
         for i, prompt in enumerate(PROMPTS):
             forced = () if traces is None else traces[i]
             fleet.client.submit(0, f"f-{i}", prompt, **{**SAMPLING, "seed": i, "trace_decode_token_ids": forced})
@@ -89,6 +91,25 @@ def test_a_b_a(processes: ProcessPool, case: tuple[str, Path, Path]) -> None:
         fleet.client.wait_for(lambda: len(fleet.client.snapshots) == 2)
         assert {each.weight_version for each in fleet.client.snapshots.values()} == {"v2"}
     assert fingerprints[0] == fingerprints[2] != fingerprints[1]
+
+
+def test_gguf_file_replaces_a_gguf_file(processes: ProcessPool, tmp_path: Path) -> None:
+    files = pytest.importorskip("tests.gguf_files")
+    models = []
+    for seed, name in enumerate("ab"):
+        source = make_checkpoint(tmp_path / name, "qwen3_moe", seed=seed)
+        file = files.write_gguf(source, tmp_path / f"plain-{name}", tmp_path / f"{name}.gguf", lambda _: "BF16")
+        edit_config(source, dtype="bfloat16")
+        (source / "model.safetensors").unlink()
+        models.append((source, file))
+    (source, a), (_, b) = models
+    wanted = [bits(each) for each in fresh(processes, models[1][0], "gqa", gguf=str(b))]
+    with start_fleet(processes, config_of(source, "gqa", gguf=str(a))) as fleet:
+        ask(fleet, "a")
+        assert [bits(each) for each in answers(fleet, "a")] != wanted, "this test would prove nothing"
+        fleet.update(ServedWeights(version="b", directory=str(b)))
+        ask(fleet, "b")
+        assert [bits(each) for each in answers(fleet, "b")] == wanted
 
 
 def test_running_requests_go_on_with_the_new_weights(processes: ProcessPool, case: tuple[str, Path, Path]) -> None:
@@ -173,10 +194,13 @@ def test_refused_weights_leave_the_old_ones(
     file = cut / "model.safetensors"
     os.truncate(file, file.stat().st_size - 100)
     other = make_checkpoint(tmp_path / "other", "deepseek_v3", num_hidden_layers=2)
+    (gguf := tmp_path / "model.gguf").write_bytes(b"GGUF")
     refused = {
         "truncated": str(cut),
         "describes another model: num_layers is 2": str(other),
         "no such directory": str(tmp_path / "nowhere"),
+        "a file, and a checkpoint is a directory of safetensors files$": str(file),
+        r"safetensors files; `moeyard dequantize` writes one from a GGUF file$": str(gguf),
     }
     good = ServedWeights(version="good", directory=str(make_checkpoint(tmp_path / "good", "deepseek_v3", seed=7)))
     with start_fleet(processes, config_of(model, "mla")) as fleet:

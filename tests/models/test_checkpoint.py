@@ -270,6 +270,9 @@ def test_no_safetensors(tmp_path: Path) -> None:
         open_index(tmp_path)
     with pytest.raises(CheckpointError, match="no such directory"):
         open_index(tmp_path / "absent")
+    (tmp_path / "model.GGUF").touch()
+    with pytest.raises(CheckpointError, match=r"model\.GGUF: a file, .*`moeyard dequantize` writes one"):
+        open_index(tmp_path / "model.GGUF")
 
 
 def test_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:

@@ -72,7 +72,10 @@ def check_weights(
     if weights.files:
         return check_checkpoint(join_files(weights.files), model)
     if weights.directory is not None:
-        return check_checkpoint(open_index(weights.directory), model)
+        new = Path(weights.directory)
+        if config.gguf is not None and new.is_file():
+            return check_checkpoint(find_tensors(str(config.model_path), model, str(new)), model)
+        return check_checkpoint(open_index(new), model)
     if config.load_format == "dummy":
         return DummyCheckpoint(spec=model_spec(model, ()), dtype=model.served_dtype(config.dtype))
     assert config.model_path is not None, "EngineConfig requires it for every other format"

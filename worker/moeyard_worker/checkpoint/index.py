@@ -93,6 +93,10 @@ class CheckpointIndex:
 def open_index(directory: Path | str) -> CheckpointIndex:
     """Read the headers of all shards. Raises CheckpointError naming file and key."""
     directory = Path(directory)
+    if directory.is_file():
+        why = "a file, and a checkpoint is a directory of safetensors files"
+        help = "; `moeyard dequantize` writes one from a GGUF file" if directory.suffix.lower() == ".gguf" else ""
+        raise CheckpointError(f"{directory}: {why}{help}")
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; a checkpoint is a local Hugging Face directory")
     index_path = directory / INDEX_NAME
