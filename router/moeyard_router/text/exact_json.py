@@ -31,8 +31,8 @@ def loads(data: bytes | str) -> Any:
 
 
 def kind_of(value: Any) -> str:
-    """Return JSON's name for the type of a parsed value."""
-    return _KINDS[type(value)]
+    """Return JSON's name for the type of a parsed value, or of what a validator has made of it."""
+    return _KINDS.get(type(value), "another type")
 
 
 def dumps(value: Any) -> bytes:
