@@ -1,11 +1,16 @@
 """Entry of the console script and of `python -m moeyard`, quiet from the first line; and late imports."""
 
 import importlib
+import logging
 import os
 import signal
+import sys
+import threading
 from types import FrameType
 from typing import Any
 
+# Set if Python's own clean-up at exit would wait for ever, as for a thread that is stuck inside Ray's code.
+unclean = threading.Event()
 # A shell's exit code of a command that Ctrl-C ended.
 INTERRUPTED = 130
 
@@ -28,4 +33,16 @@ def main() -> int:
     """Run the command line. An interrupt during imports exits silently, because nothing needs cleanup yet."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, leave)
-    return int(load("moeyard.cli.commands").main())
+    try:
+        code = int(load("moeyard.cli.commands").main())
+    except SystemExit as end:
+        if not unclean.is_set() or not isinstance(end.code, int):
+            raise
+        code = end.code
+    if unclean.is_set():
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # closed by a reader that has left
+                stream.flush()
+        os._exit(code)
+    return code

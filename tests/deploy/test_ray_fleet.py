@@ -44,6 +44,35 @@ fleet = adapter.RayFleet(
 )
 fleet.stop()
 """
+# Ray's shutdown never returns, nor does the one that Ray runs at Python's exit.
+STUCK_END = """
+import atexit
+import sys
+import threading
+from types import SimpleNamespace
+
+from moeyard import entry
+
+
+def hang():
+    threading.Event().wait()
+
+
+def run():
+    try:
+        exec(sys.argv[1])
+    finally:
+        adapter.LEAVE_SECONDS = 0.1
+        adapter.ray.shutdown = hang
+        atexit.register(hang)
+        fleet.stop()
+    return int(sys.argv[2])
+
+
+exec(sys.argv[3].partition("fleet.stop()")[0])
+entry.load = lambda module: SimpleNamespace(main=run)
+sys.exit(entry.main())
+"""
 RANKS = 3
 REPORT = {"max_model_len": 64, "expert_slots": 8, "held_bytes": 10, "loaded_bytes": 10, "seconds": {"weights": 0.1}}
 FIRST_PID = 2**22 + 1  # no process has such a number
@@ -52,6 +81,17 @@ FIRST_PID = 2**22 + 1  # no process has such a number
 def test_stop_does_not_wait_for_the_resource_tracker() -> None:
     """Python's resource tracker lives as long as the process; other processes get `STOP_SECONDS`."""
     subprocess.run([sys.executable, "-c", END], timeout=HANG_SECONDS, check=True)
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("", 0), ("", 130), ("raise SystemExit(2)", 2)], ids=["served", "interrupted", "failed"]
+)
+def test_stop_does_not_wait_for_ray(end: str, code: int) -> None:
+    """A cluster's GCS may be stopped or gone. The exit code is that of the command."""
+    command = [sys.executable, "-c", STUCK_END, end, str(code), END]
+    done = subprocess.run(command, timeout=HANG_SECONDS, check=False, capture_output=True, text=True)
+    assert done.returncode == code
+    assert done.stderr == "Ray has not answered for 0.1 s; moeyard serve ends without it\n"
 
 
 class Ref:
@@ -168,8 +208,7 @@ class PlayedFleet:
             actor=self.make,
             give_back_from=lambda first: None,
             gpus=0,
-            lacks=lambda size: None,
-            add=lambda ranks: None,
+            extend=lambda ranks, size: None,
         )
         self.parts._standby._make = self.make
         self.parts.guard.watch = lambda: None
@@ -451,6 +490,53 @@ def test_question_about_an_actor_waits_in_a_thread(monkeypatch: pytest.MonkeyPat
     assert not asked.done()
     answers.set()
     assert asked.result(HANG_SECONDS)
+
+
+class StuckRay:
+    """A cluster whose GCS answers once `answers` is set. `groups` are the reserved places."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.answers, self.groups, self.freed = threading.Event(), list[Any](), threading.Event()
+        patch.setattr(places, "ray", SimpleNamespace(cluster_resources=self.resources))
+        patch.setattr(places, "placement_group", self.reserve)
+        patch.setattr(places, "remove_placement_group", self.remove)
+        self.places = places.Places(EngineConfig(model_path="m", num_workers=2), local=False)
+
+    def resources(self) -> dict[str, float]:
+        assert self.answers.wait(HANG_SECONDS)
+        return {"CPU": 3.0}
+
+    def reserve(self, bundles: Any, **given: Any) -> object:
+        self.groups.append(object())
+        return self.groups[-1]
+
+    def remove(self, group: object) -> None:
+        self.groups.remove(group)
+        self.freed.set()
+
+
+def test_scale_up_is_refused_while_rays_gcs_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused scale-up keeps no place, even if the GCS answers later."""
+    stuck = StuckRay(monkeypatch)
+    monkeypatch.setattr(places, "GCS_SECONDS", 0.1)
+    with pytest.raises(RayError, match=r"^Ray's GCS has not answered for 0\.1 s"):
+        stuck.places.extend((2,), 3)
+    stuck.answers.set()
+    assert stuck.freed.wait(HANG_SECONDS)
+    assert stuck.groups == []
+    monkeypatch.setattr(places, "GCS_SECONDS", HANG_SECONDS)
+    assert stuck.places.extend((2, 3), 4) == "4 workers need one CPU each, the Ray cluster has 3; use fewer --workers"
+    assert stuck.places.extend((2,), 3) is None
+    assert len(stuck.groups) == 1
+
+
+def test_start_can_be_interrupted_while_rays_gcs_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = StuckRay(monkeypatch)
+    interrupts = Interrupts()
+    interrupts.count = 1
+    with pytest.raises(KeyboardInterrupt):
+        stuck.places.reserve(wait=0.0, stage=print, check=interrupts.check)
+    stuck.answers.set()
 
 
 def test_process_that_ran_uses_up_a_restart(waiting: WaitingFleet) -> None:

@@ -651,3 +651,31 @@ def test_serves_on_a_running_cluster(cluster: str, command: Callable[..., Comman
     assert post(f"{again.url}/v1/completions", json=body).json()["choices"] == answer["choices"]
     again.process.send_signal(signal.SIGINT)
     again.check_end(0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ends_while_the_gcs_of_its_cluster_is_stopped(
+    cluster: str, command: Callable[..., Command], number: signal.Signals
+) -> None:
+    """A scale-up is refused by name meanwhile, and requests are answered. The ranks end once the GCS continues."""
+    served = command(
+        "serve", DEMO, "--workers", "2", "--port", "0", "--ray-address", cluster, "--worker-host", "127.0.0.1"
+    )
+    served.wait_ready()
+    body = {"model": "demo", "prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    (head,) = [child for child in psutil.Process().children(recursive=True) if child.name() == "gcs_server"]
+    ranks = [child for child in psutil.Process().children(recursive=True) if "RankActor" in child.name()]
+    assert len(ranks) == 2
+    head.suspend()
+    try:
+        refused = served.run("scale", "3")
+        assert "Ray's GCS has not answered for 5 s" in refused.stderr, refused
+        assert refused.returncode == 1
+        assert post(f"{served.url}/v1/completions", json=body).status_code == 200
+        served.process.send_signal(number)
+        served.check_end(0)
+    finally:
+        head.resume()
+    psutil.wait_procs(ranks, timeout=HANG_SECONDS)
+    assert not any(rank.is_running() for rank in ranks)

@@ -122,6 +122,7 @@ def test_all_routers_answer_and_a_killed_one_is_replaced(start, wait_for, caplog
     all_run = threading.Barrier(13)
     streams = [pool.submit(text, begun=once(all_run.wait)) for _ in range(12)]
     all_run.wait(HANG_SECONDS)
+    poll(service.client, wait_for, "/metrics", lambda page: ended(page.text) == 13)
     routers()[min(pids)].kill()
     for worker in service.workers:
         worker.pace = 0.0
@@ -132,6 +133,15 @@ def test_all_routers_answer_and_a_killed_one_is_replaced(start, wait_for, caplog
     wait_for(lambda: len(set(routers()) - {min(pids)}) == 2, "no router replaced the killed one")
     assert {ask(service).status_code for _ in range(12)} == {200}
     assert "ended by itself (exit code -9)" in caplog.text
+    counts = [13.0]
+
+    def all_counted():
+        page = httpx.get(f"{service.url}/metrics", timeout=HANG_SECONDS).text  # either router answers
+        counts.append(ended(page))
+        return counts[-1] == 13 + 12 + 12
+
+    wait_for(all_counted, "counts of the killed router are missing")
+    assert counts == sorted(counts), "counters fell"
 
 
 def test_lost_worker_is_reported_once_by_name(start, wait_for):

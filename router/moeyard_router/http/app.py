@@ -103,8 +103,8 @@ class _Pages:
         self._siblings = siblings
         self._created = int(time.time())
         if siblings is not None:
-            siblings.offer(_METRICS_PAGE, services.metrics.own_page)
-            siblings.offer(_FLEET_PAGE, services.metrics.fleet_page)
+            siblings.offer(_METRICS_PAGE, services.metrics.own_page, summed)
+            siblings.offer(_FLEET_PAGE, services.metrics.fleet_page, lambda living, ended: largest(living))
 
     async def models(self) -> dict[str, Any]:
         """Return OpenAI's list of models: the served model under each of its names."""
@@ -148,11 +148,10 @@ class _Pages:
 
     async def metrics(self, request: Request) -> Response:
         """Return Prometheus metrics: the sum over all routers on the port, and the fleet's."""
-        counted, fleet = self._metrics.own_page(), self._metrics.fleet_page()
-        if self._siblings is not None:
-            asked = asyncio.gather(self._siblings.ask(_METRICS_PAGE), self._siblings.ask(_FLEET_PAGE))
-            counts, fleets = await asked
-            counted, fleet = summed([counted, *counts]), largest([fleet, *fleets])
+        if self._siblings is None:
+            counted, fleet = self._metrics.own_page(), self._metrics.fleet_page()
+        else:
+            counted, fleet = await asyncio.gather(*map(self._siblings.joined, (_METRICS_PAGE, _FLEET_PAGE)))
         return Response(counted + fleet, headers={"content-type": METRICS_CONTENT_TYPE})
 
     async def metrics_targets(self) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ quantiles from two answers, as Prometheus does from two scrapes.
 import gzip
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -125,7 +125,7 @@ class LiveView:
         self._registry = services.metrics.registry.restricted_registry(names)
         self._siblings = siblings
         if siblings is not None:
-            siblings.offer(_FIGURES_PAGE, lambda: orjson.dumps(self._own_figures()))
+            siblings.offer(_FIGURES_PAGE, lambda: orjson.dumps(self._own_figures()), _joined)
 
     async def fleet(self) -> dict[str, Any]:
         """Return state and latest snapshot of every rank, with what all routers have in flight there."""
@@ -196,11 +196,10 @@ class LiveView:
 
     async def _figures(self) -> dict[str, Any]:
         """Return the figures of this router, or their sums over all routers on the port."""
-        figures = self._own_figures()
         if self._siblings is None:
-            return figures
-        pages = [orjson.dumps(figures), *await self._siblings.ask(_FIGURES_PAGE)]
-        return merged([orjson.loads(page) for page in pages], num_requests=RECENT)
+            return self._own_figures()
+        figures: dict[str, Any] = orjson.loads(await self._siblings.joined(_FIGURES_PAGE))
+        return figures
 
     def _own_figures(self) -> dict[str, Any]:
         described = self._fleet.admission.describe()
@@ -216,6 +215,11 @@ class LiveView:
             "requests": list(reversed(self._fleet.recent)),
             "refusals": self._fleet.refusals.latest(),
         }
+
+
+def _joined(living: Sequence[bytes], ended: Sequence[bytes]) -> bytes:
+    """Join pages of figures, see `Siblings`."""
+    return orjson.dumps(merged([*map(orjson.loads, living)], [*map(orjson.loads, ended)], num_requests=RECENT))
 
 
 def _counters_and_histograms(samples: Mapping[str, float]) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class SharedAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """One process: `index` of `count`, the common address, and the directory of the `Siblings` sockets."""
+    """One process: `index` of `count`, the common address, and the directory of the `Siblings`."""
 
     index: int
     count: int
@@ -127,7 +127,7 @@ def run_router_process(config: RouterConfig, seat: Seat, pipe: Connection) -> No
         sock,
         on_ready=lambda: pipe.send(Ready()),
         on_lost=lambda rank, why: pipe.send(WorkerLost(rank, server.workers[rank].endpoint, why)),
-        siblings=None if seat.count == 1 else Siblings(seat.directory, index=seat.index, count=seat.count),
+        siblings=Siblings(seat.directory, index=seat.index, count=seat.count),
     )
 
     def receive() -> None:

@@ -21,7 +21,7 @@ import psutil
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from moeyard import __version__
+from moeyard import __version__, entry
 from moeyard.fleet.control import Say
 from moeyard.fleet.machine import FleetMachine
 from moeyard.fleet.messages import (
@@ -56,7 +56,7 @@ from moeyard.fleet.messages import (
     Tick,
     named,
 )
-from moeyard.fleet.ray.places import PLACEMENT_SECONDS, Places, Standby, ask_pending, never_ran
+from moeyard.fleet.ray.places import PLACEMENT_SECONDS, Places, Standby, apart, ask_pending, never_ran
 from moeyard.fleet.ray.processes import RAYLET, Guard, LocalRay, Vitals, fence_process, is_tracker, kill_process
 from moeyard.fleet.ray.start import check_reachable, connect, first_line
 from moeyard.fleet.routers import RouterProcesses
@@ -72,6 +72,8 @@ log = logging.getLogger(__name__)
 
 LISTEN_SECONDS = 0.2
 STOP_SECONDS = 3.0
+# Time limit for leaving Ray. Without an answer of its GCS, Ray's own code waits for minutes, or for ever.
+LEAVE_SECONDS = 10.0
 # Interval between heartbeat requests to processes with open calls.
 ASK_SECONDS = 1.0
 # Longest silence of a starting process: in the first start, when files may be cold, and later. An import of torch
@@ -427,8 +429,7 @@ class RayFleet:
                     pids = self._pids([self._actors[process]]) if process in self._actors else []
                     return Answered(self._vitals.describe(pids[0]) if pids else None)
                 case ReservePlaces(ranks, size):
-                    if (problem := self._places.lacks(size)) is None:
-                        self._places.add(ranks)
+                    if (problem := self._places.extend(ranks, size)) is None:
                         self._placing = self._clock() + PLACEMENT_SECONDS, ranks
                     return Answered(problem)
                 case RenewStandby():
@@ -540,20 +541,29 @@ class RayFleet:
         with self.guard.end():
             self._end()
 
+    def _leave(self) -> None:
+        if ray.is_initialized():
+            self._places.close()
+        # This also ends processes of an interrupted ray.init.
+        ray.shutdown()
+
     def _end(self) -> None:
         children = psutil.Process().children(recursive=True)
         if ray.is_initialized():
             self._standby.stop()
             self._end_all([*self._actors])
-            self._places.close()
         if self._local.ended() is not None:
             # Ray's own shutdown would wait for its dead daemon forever.
             self._local.kill()
         # Repeat while Ray lives: it may have been starting a rank's process.
         children = [*{*children, *psutil.Process().children(recursive=True)}]
         trackers = [process for process in children if is_tracker(process)]
-        # This also ends processes of an interrupted ray.init.
-        ray.shutdown()
+        try:
+            apart(self._leave).result(LEAVE_SECONDS)
+        except TimeoutError:
+            log.warning("Ray has not answered for %g s; moeyard serve ends without it", LEAVE_SECONDS)
+            self._local.kill()
+            entry.unclean.set()
         # Ray's agents would notice the end only half a minute later.
         _, alive = psutil.wait_procs([p for p in children if p not in trackers], timeout=STOP_SECONDS)
         for process in (*alive, *trackers):

@@ -4,7 +4,9 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import Any
+from concurrent.futures import wait as finish
+from functools import partial
+from typing import Any, TypeVar
 
 import ray
 from ray._private import state
@@ -19,8 +21,12 @@ from moeyard_worker.config.engine_config import EngineConfig
 
 PLACEMENT_SECONDS = 60.0
 PAUSE_SECONDS = 0.2
+# Time limit for Ray's GCS while the fleet serves. The launcher handles no loss meanwhile.
+GCS_SECONDS = 5.0
 # Time limit for the answer of a process that has imported everything.
 ANSWER_SECONDS = 2.0
+
+T = TypeVar("T")
 
 
 class Places:
@@ -32,6 +38,7 @@ class Places:
         self.gpus = 0 if config.device == "cpu" or local else 1
         self._group: Any = None
         self._later: dict[int, Any] = {}
+        self._extending = threading.Lock()
         self._remote_class: Any = None
 
     def reserve(self, *, wait: float, stage: Callable[[str], None], check: Callable[[], None]) -> None:
@@ -41,7 +48,7 @@ class Places:
         """
         count = self._config.num_workers
         deadline, shown = time.monotonic() + (0.0 if self._local else wait), ""
-        while (problem := self.lacks(count)) is not None:
+        while (problem := patiently(lambda: self.lacks(count), check)) is not None:
             if time.monotonic() >= deadline:
                 raise FleetError(problem)
             if problem != shown:
@@ -49,8 +56,9 @@ class Places:
                 shown = problem
             check()
             time.sleep(PAUSE_SECONDS)
-        cpus = ray.cluster_resources().get("CPU", 0)
-        self._group = placement_group([{"CPU": 1, "GPU": self.gpus}] * count, strategy="PACK")
+        cpus = patiently(ray.cluster_resources, check).get("CPU", 0)
+        bundles = [{"CPU": 1, "GPU": self.gpus}] * count
+        self._group = patiently(lambda: placement_group(bundles, strategy="PACK"), check)
         deadline = time.monotonic() + PLACEMENT_SECONDS
         while not self._group.wait(timeout_seconds=PAUSE_SECONDS):
             check()
@@ -64,7 +72,30 @@ class Places:
         """Return what the cluster lacks for `count` ranks, or None. A private Ray never lacks anything."""
         return None if self._local else too_small(ray.cluster_resources(), count, gpus=self.gpus)
 
-    def add(self, ranks: Collection[int]) -> None:
+    def extend(self, ranks: Collection[int], size: int) -> str | None:
+        """Request places for new ranks of a fleet of `size`. Return what the cluster lacks, or None.
+
+        Raises RayError if Ray's GCS does not answer within GCS_SECONDS. Then the places are released later.
+        """
+        refused = threading.Event()
+
+        def ask() -> str | None:
+            with self._extending:
+                if (problem := self.lacks(size)) is None:
+                    self._add(ranks)
+                if refused.is_set():
+                    self.give_back_from(min(ranks))
+                return problem
+
+        try:
+            return apart(ask).result(GCS_SECONDS)
+        except TimeoutError as error:
+            refused.set()
+            raise RayError(
+                f"Ray's GCS has not answered for {GCS_SECONDS:g} s; look at the cluster's head, then try again"
+            ) from error
+
+    def _add(self, ranks: Collection[int]) -> None:
         """Request places from a cluster for ranks added after the start. Ray queues their actors until then."""
         for rank in ranks:
             if not self._local and rank >= self._config.num_workers and rank not in self._later:
@@ -77,7 +108,7 @@ class Places:
     def give_back_from(self, first: int) -> None:
         """Release the places of rank `first` and above. The first ranks share one group, which stays."""
         for rank in [rank for rank in self._later if rank >= first]:
-            remove_placement_group(self._later.pop(rank))
+            apart(partial(remove_placement_group, self._later.pop(rank)))
 
     def actor(self, rank: int, *, beside: bool = False) -> Any:
         """Create a process in a rank's place. With `beside` it does not wait for the CPU of the present process."""
@@ -103,12 +134,11 @@ class Places:
         return self._remote_class.options(num_cpus=0, max_restarts=0).remote()
 
     def close(self) -> None:
-        """Release all places of a cluster."""
-        if self._local:
-            return
-        self.give_back_from(0)
-        if self._group is not None:
-            remove_placement_group(self._group)
+        """Release all places of a cluster. Blocks as long as Ray's GCS does not answer."""
+        for group in (*self._later.values(), self._group):
+            if group is not None and not self._local:
+                remove_placement_group(group)
+        self._later, self._group = {}, None
 
 
 def too_small(resources: dict[str, float], workers: int, *, gpus: int) -> str | None:
@@ -121,21 +151,34 @@ def too_small(resources: dict[str, float], workers: int, *, gpus: int) -> str | 
 
 
 def ask_pending(actor: Any) -> Future[bool]:
-    """Ask whether Ray has not started an actor's process yet: no host has room, or its host does not answer.
+    """Ask whether Ray has not started an actor's process yet: no host has room, or its host does not answer."""
 
-    A thread of its own waits for the answer, which has no time limit: Ray's GCS may be slow, stopped or gone.
-    """
-    answer: Future[bool] = Future()
+    def ask() -> bool:
+        return state.actors(actor._actor_id.hex()).get("State") in ("DEPENDENCIES_UNREADY", "PENDING_CREATION")
 
-    def ask() -> None:
+    return apart(ask)
+
+
+def apart(call: Callable[[], T]) -> Future[T]:
+    """Make a call of Ray in a thread of its own. It has no time limit: Ray's GCS may be slow, stopped or gone."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
         try:
-            found = state.actors(actor._actor_id.hex()).get("State")
-            answer.set_result(found in ("DEPENDENCIES_UNREADY", "PENDING_CREATION"))
+            answer.set_result(call())
         except Exception as error:  # boundary: the reader of the answer raises it
             answer.set_exception(error)
 
-    threading.Thread(target=ask, name="ray-pending", daemon=True).start()
+    threading.Thread(target=run, name="ray-call", daemon=True).start()
     return answer
+
+
+def patiently(call: Callable[[], T], check: Callable[[], None]) -> T:
+    """Return the result of a call of Ray. `check` can end the wait by an exception."""
+    answer = apart(call)
+    while not finish([answer], timeout=PAUSE_SECONDS).done:
+        check()
+    return answer.result()
 
 
 def never_ran(error: RayError) -> bool:
