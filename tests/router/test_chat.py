@@ -209,8 +209,8 @@ def config_with(value):
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("tokenizer_config.json", b"[]", "list"),
-        ("tokenizer_config.json", b"null", "NoneType"),
+        ("tokenizer_config.json", b"[]", "a JSON object"),
+        ("tokenizer_config.json", b"null", "a JSON object"),
         ("tokenizer_config.json", b"[" * 10**5, "recursion"),
         ("tokenizer_config.json", b'{"bos_token": "\xff"}', "utf-8"),
         ("tokenizer_config.json", config_with({"bos_token": {"x": 1}}), "bos_token"),
@@ -222,7 +222,7 @@ def config_with(value):
         ("tokenizer_config.json", config_with({"chat_template": [{"name": [], "template": ""}]}), "chat_template"),
         ("tokenizer_config.json", config_with({"chat_template": [{"name": "default", "template": 3}]}), "string"),
         ("tokenizer_config.json", config_with({"chat_template": "{% if %}"}), "line 1"),
-        ("chat_template.json", b"[1]", "list"),
+        ("chat_template.json", b"[1]", "a JSON object"),
         ("chat_template.jinja", b"\xff", "utf-8"),
         ("chat_template.jinja", b"a\n{% if %}", "line 2"),
     ],
