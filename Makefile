@@ -8,11 +8,11 @@
 # make drills [ARGS=..] kill and stop workers of a real fleet under load, and count what that cost (docs/incidents.md)
 # make format           rewrite the files as ruff wants them
 #
-# Each makes .venv first if it is absent or out of date. Needs Python 3.11 to 3.13, git, make and a package index.
+# Each makes .venv first if it is absent or out of date. Needs Python 3.11 to 3.14, git, make and a package index.
 
 SHELL := /bin/sh
-PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
-	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$p && break; done)
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 # Processes that run tests at once: one more than cores, because some tests wait. Each takes up to 2 GiB of memory.
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); [ $$n -lt 8 ] && echo $$((n + 1)) || echo 8)
@@ -77,9 +77,9 @@ prometheus: venv-dev
 	-@deploy/tools/get_prometheus.sh
 
 venv:
-	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.13 is needed and none was found; set PYTHON=/path/to/python" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.14 is needed and none was found; set PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) deploy/tools/bootstrap.py
 
 venv-dev:
-	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.13 is needed and none was found; set PYTHON=/path/to/python" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.14 is needed and none was found; set PYTHON=/path/to/python" >&2; exit 1; }
 	@$(PYTHON) deploy/tools/bootstrap.py --dev
