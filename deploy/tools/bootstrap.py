@@ -1,6 +1,6 @@
 """Create `.venv` and install the project into it, for `make demo` and `make test`.
 
-Needs nothing but Python 3.11 to 3.13 and a package index. Versions come from `deploy/constraints.txt`. A finished
+Needs nothing but Python 3.11 to 3.14 and a package index. Versions come from `deploy/constraints.txt`. A finished
 install leaves a stamp named after the hash of `pyproject.toml` and the constraints: a second run does nothing, a change
 of either file installs again. `--dev` adds what the tests need.
 
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-OLDEST, NEWEST = (3, 11), (3, 13)
+OLDEST, NEWEST = (3, 11), (3, 14)
 
 
 def digest(root: Path) -> str:
@@ -75,7 +75,7 @@ def main() -> int:
     parser.add_argument("--venv", type=Path, help="where the environment lives (default: ROOT/.venv)")
     args = parser.parse_args()
     if not OLDEST <= sys.version_info[:2] <= NEWEST:
-        print(f"Python 3.11 to 3.13 is needed, this is {sys.version.split()[0]} at {sys.executable}", file=sys.stderr)
+        print(f"Python 3.11 to 3.14 is needed, this is {sys.version.split()[0]} at {sys.executable}", file=sys.stderr)
         return 1
     venv = args.venv or args.root / ".venv"
     # Two makes at once must not install into one environment; the lock ends with the process.
