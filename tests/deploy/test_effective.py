@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.checkpoints import make_checkpoint
 
-from moeyard.cli.commands import parsed
+from moeyard.cli.commands import build_parser, with_sources
 from moeyard.fleet.messages import Rank
 from moeyard.local.effective import effective_settings
 from moeyard.local.serve import router_config
@@ -43,7 +43,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def effective(*words: str, **report: Any) -> dict[str, Setting]:
     """Return the settings of `moeyard serve` with these arguments, by name."""
-    args = parsed(["serve", *words])
+    line = ["serve", *words]
+    args = with_sources(build_parser().parse_args(line), line)
     access, log = access_config(args), log_config(args)
     config = engine_config(args)
     api, model = api_settings(args, config), served_model(config)

@@ -259,12 +259,11 @@ def with_subject(argv: list[str]) -> list[str]:
     return argv
 
 
-def parsed(words: list[str]) -> argparse.Namespace:
-    """Return the arguments of a command line and, for a server, of its config file. Raises ValueError or OSError."""
-    return _with_sources(build_parser().parse_args(words), words)
+def with_sources(args: argparse.Namespace, words: list[str]) -> argparse.Namespace:
+    """Return the arguments of a command line with those of its config file and, for a server, where each is from.
 
-
-def _with_sources(args: argparse.Namespace, words: list[str]) -> argparse.Namespace:
+    Raises ValueError or OSError.
+    """
     # The command is the first argument: no flag before it lets a command run.
     if getattr(args, "config", None) is not None:
         return cast(argparse.Namespace, load("moeyard.cli.config_file").with_config_file(args, words[1:]))
@@ -281,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         words = with_subject(sys.argv[1:] if argv is None else argv)
         args = build_parser().parse_args(words)
-        args = _with_sources(args, words)
+        args = with_sources(args, words)
         return int(args.run(args))
     except BrokenPipeError:
         # The reader of stdout has left, as `head` does. Python's final flush would fail again.

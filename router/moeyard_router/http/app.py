@@ -104,7 +104,7 @@ class _Pages:
         self._created = int(time.time())
         if siblings is not None:
             siblings.offer(_METRICS_PAGE, services.metrics.own_page, summed)
-            siblings.offer(_FLEET_PAGE, services.metrics.fleet_page, lambda living, ended: largest(living))
+            siblings.offer(_FLEET_PAGE, services.metrics.fleet_page, lambda living, _: largest(living), store=False)
 
     async def models(self) -> dict[str, Any]:
         """Return OpenAI's list of models: the served model under each of its names."""

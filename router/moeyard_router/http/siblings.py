@@ -50,9 +50,12 @@ class Siblings:
         self._index = index
         self._server: asyncio.Server | None = None
         self._offers: dict[str, tuple[Callable[[], bytes], bytes, Join]] = {}
+        self._stored: set[str] = set()
 
-    def offer(self, name: str, page: Callable[[], bytes], join: Join) -> None:
-        """Offer a page to the siblings. `page` runs at each query."""
+    def offer(self, name: str, page: Callable[[], bytes], join: Join, *, store: bool = True) -> None:
+        """Offer a page to the siblings. `page` runs at each query. `store`: its counts outlive this process."""
+        if store:
+            self._stored.add(name)
         last = self._last(self._index, name)
         self._offers[name] = page, b"" if last is None else _joined(join, ended=[last]), join
 
@@ -67,7 +70,7 @@ class Siblings:
         if self._server is not None:
             self._server.close()
             self._path(self._index).unlink(missing_ok=True)
-            for name in self._offers:
+            for name in self._stored:
                 self._own(name)
 
     async def joined(self, name: str) -> bytes:
@@ -78,9 +81,11 @@ class Siblings:
         return _joined(join, living=[own, *filter(None, answers)], ended=[*filter(None, silent)])
 
     def _own(self, name: str) -> _Pages:
-        """Return this process's pages after storing them."""
+        """Return this process's pages after storing them, if they are stored."""
         page, before, _ = self._offers[name]
         pages = _Pages(page(), before)
+        if name not in self._stored:
+            return pages
         path = self._file(self._index, name)
         try:
             new = path.with_name(f"{path.name}.new")
@@ -128,7 +133,7 @@ class Siblings:
 
 
 def _joined(join: Join, *, living: Sequence[_Pages] = (), ended: Sequence[_Pages] = ()) -> bytes:
-    """Join pages, of which a living process's earlier ones have ended, too."""
+    """Join pages. Those of a living process's earlier lives count as ended."""
     past = [each.before for each in (*living, *ended)] + [each.own for each in ended]
     return join([each.own for each in living], [page for page in past if page])
 
