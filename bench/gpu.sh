@@ -184,7 +184,7 @@ v4() {
   engine v4_layers 250 --shape DeepSeek-V4-Flash --layers 22 --quantization fp4 --streams 1 8 64 --prefill 1x8192 \
     --json "$OUT/v4_layers.json"
 }
-# 156 GB of experts: about three quarters have slots, the others are in host memory.
+# 147 GB of experts: most have slots, the others are in host memory.
 v4_whole() {
   engine v4_whole 580 --shape DeepSeek-V4-Flash --quantization fp4 --streams 1 --output 64 --prefill \
     --json "$OUT/v4_whole.json"

@@ -42,7 +42,7 @@ def notes(ptx: str) -> list[str]:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [build.get_ptxas(90).path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
+        command = [build.get_ptxas(build.TARGET.arch).path, "-arch=sm_90a", "-v", file.name, "-o", "/dev/null"]
         said = subprocess.run(command, check=True, capture_output=True, text=True)
     return re.findall(r"\(C75\d\d\).*|Used \d+ registers|[1-9]\d* bytes spill stores", said.stdout + said.stderr)
 

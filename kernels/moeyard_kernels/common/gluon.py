@@ -1,8 +1,8 @@
-"""Gluon's calls under one name: Triton 3.8 and 3.9 renamed them.
+"""One name for each of Gluon's calls that Triton 3.8 or 3.9 renamed.
 
-- load_block(descriptor, coordinates, barrier, shared, pred=True): TMA copies a block into shared memory
+- load_block(descriptor, coordinates, barrier, shared, pred=True): copies a block into shared memory by TMA
 - load_rows(shared, pointers, mask=None): copies elements into shared memory, as `cp.async` does
-- reinterpret(shared, dtype, shape, layout): the same bytes of shared memory as another view
+- reinterpret(shared, dtype, shape, layout): returns another view of the same bytes of shared memory
 """
 
 from triton.experimental.gluon import language as gl

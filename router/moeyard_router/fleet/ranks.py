@@ -16,10 +16,12 @@ from moeyard_worker.protocol import Snapshot
 class Rank:
     """State of one rank.
 
-    draining: whether it takes no new sequences. `lost`: whether its worker does not come back.
+    draining: whether it takes no new sequences.
+    lost: whether its worker does not come back.
     leaving: whether it is about to be replaced on request.
-    counters: what its workers have counted, lost ones included.
-    sequences: number of this router's sequences there. `pending`: their tokens that are not computed yet.
+    counters: the totals of all its workers, lost ones included.
+    sequences: number of this router's sequences there.
+    pending: their tokens that are not computed yet.
     snapshot: the latest one. `own_at_snapshot`, `pending_at_snapshot`: the two counts at that time.
     broke: time at which its connection broke, in monotonic seconds. `epoch`: the epoch that its worker must still have
         afterwards. `stopped`: whether the worker was about to exit.

@@ -177,7 +177,7 @@ class EngineConfig:
         "auto",
         "host memory of a GPU's expert cache: all holds every expert, so that a miss only reads; missing holds the "
         "experts without a slot, and a miss exchanges two; none holds none, and a miss reads the checkpoint's files; "
-        "auto: the first of these that host memory allows",
+        "auto: the first of these that host memory allows, but none only for one worker",
         choices=EXPERT_HOST_STORES,
     )
     record_routing: str | None = option(None, "record the experts each step needs, for cache-sim", metavar="FILE")

@@ -13,8 +13,8 @@ class ServedWeights:
     """The weights that all ranks of an epoch serve. Their config.json and tokenizer remain those of the config.
 
     version: the name of these weights in answers.
-    directory: a directory of safetensors files, or a GGUF file if the config has one. None: the checkpoint of the
-        config, or `files`.
+    directory: a directory of safetensors files, or a GGUF file if the config names one. If it is None, `files` are
+        served, or else the checkpoint of the config.
     files: paths of safetensors files that hold all tensors, usually in shared memory. Empty: see `directory`.
     """
 

@@ -55,7 +55,7 @@ class ExpertCache:
         use local ids.
     form: the layout of an expert in a slot.
     num_slots: at most the number of experts. If it is less, the backend's `stream_slots` are added for prompts.
-    host_store: the experts that a GPU's host memory holds: "all", "missing" (those without a slot) or "none".
+    host_store: which experts are in the host memory of a GPU: "all", "missing" (those without a slot) or "none".
     shared: whether other ranks may read the host memory that the backend keeps experts in (`lent`).
     captured: whether steps may be captured, in a fleet of one rank. Replayed steps do not call `run`, so the caller
         records them (`record`).

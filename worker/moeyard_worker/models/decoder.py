@@ -20,7 +20,7 @@ from moeyard_worker.models.spec import LayerSpec, ModelSpec
 
 # Returns a `Matrix` if `Weight.matrix`, else a tensor.
 Load = Callable[[Weight], Any]
-# What is done with present weights and new ones of the same structure: `overwrite` or `compare`.
+# Takes present weights and new ones of the same structure: `overwrite` or `compare`.
 Use = Callable[[Any, Any], object]
 # Returns the state arrays of a layer by name. Called once per layer.
 Allocate = Callable[[int], Mapping[str, torch.Tensor]]

@@ -70,7 +70,7 @@ class MemoryPlan:
 
     stream_slots: slots beside `expert_slots`, if these do not hold all experts.
     host_bytes: host memory that the experts then take.
-    host_store: the experts that it holds: "all", "missing" (those without a slot) or "none".
+    host_store: which experts are in that memory: "all", "missing" (those without a slot) or "none".
     max_model_len: tokens of the longest sequence in the pages.
     reserve: reserved before the division.
     prefix_bytes: what attention to the longest sequence takes.
