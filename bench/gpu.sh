@@ -6,6 +6,7 @@
 #   OUT=/tmp/out bench/gpu.sh PART...  on the GPU machine, in the root of the tree (with .wheels): equality and figures
 #     kernels workers matrix           one GPU: every kernel native; graphs, drafts, hybrids, SnapKV; all combinations
 #     state                            part of workers: state of linear attention through graphs and drafts
+#     updates codes v4_answers         weight updates, sleep, recorded routing; answers over codes; those of DeepSeek-V4
 #     decode prefill                   figures of Qwen3-30B-A3B
 #     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, also against fla
 #     packed v4 v4_whole               products over codes and one answer with them; DeepSeek-V4-Flash: equality, its
@@ -171,12 +172,18 @@ choices() {
   ops gate 60 topk_gate
   step choices 200 python3 bench/choices.py
 }
+updates() {
+  tests updates 240 -n 5 tests/engine/test_weights_in_place.py tests/engine/test_sleep.py \
+    tests/engine/test_as_decoded_cuda.py tests/engine/test_recording_cuda.py tests/engine/test_routing_cuda.py
+}
+codes() { tests packed 240 -n 3 tests/gpu/test_packed.py; }
+v4_answers() { tests one_answer_v4 240 -n 4 tests/gpu/test_one_answer.py -k v4; }
 packed() {
-  tests packed 240 tests/gpu/test_packed.py
+  codes
   step packed_products 240 python3 bench/packed_products.py
 }
 v4() {
-  tests one_answer_v4 200 -n 4 tests/gpu/test_one_answer.py -k v4
+  v4_answers
   step v4_hyper_connections 150 python3 bench/hyper_connections.py
   step v4_decode 150 python3 bench/compressed_attention.py
   step v4_prompts 150 python3 bench/compressed_prompts.py

@@ -91,6 +91,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         load_format="dummy",
         shape=args.shape,
         num_layers=args.layers,
+        quantization=args.quantization,
         device=args.device,
         num_workers=args.ranks,
         exchange=args.exchange,
@@ -358,6 +359,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True)
     parser.add_argument("--layers", type=int)
+    parser.add_argument("--quantization", help="form of the random weights, as of `moeyard bench engine`")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument(
         "--device", choices=tuple(DEVICE_DEFAULTS), default="cuda", help="cpu: for a trial without GPUs"

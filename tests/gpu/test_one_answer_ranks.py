@@ -5,7 +5,7 @@ of the experts in slots}. Requests run alone and mixed, with prefix misses and h
 on one rank, eager. NVLink also runs with a quarter of the experts or one in slots, and with misses that each rank reads
 alone instead of for its peers. The demo model runs with {1 draft, 3, adaptive} against itself without drafts. All three
 exchanges run with random placements and with half of the experts on two ranks. NVLink also runs models with linear
-attention, where in one case one rank has three of four requests.
+attention and DeepSeek-V4, where in one case one rank has three of four requests.
 """
 
 import itertools
@@ -149,9 +149,9 @@ def test_placements_of_experts(case: Case, served: tuple[Path, dict[str, Any]], 
     check(case, served, pool)
 
 
-@pytest.mark.parametrize("served", ["gdn-bfloat16", "kda-bfloat16"], indirect=True)
+@pytest.mark.parametrize("served", ["gdn-bfloat16", "kda-bfloat16", "v4-bfloat16"], indirect=True)
 @pytest.mark.parametrize("case", HYBRID, ids=str)
-def test_linear_attention(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
+def test_models_with_slots(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
     check(case, served, pool, uneven=True)
 
 
