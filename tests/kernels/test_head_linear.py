@@ -11,6 +11,8 @@ from tests.kernels.graphs import assert_replays
 from moeyard_kernels import ops
 from moeyard_kernels.common import launch
 from moeyard_kernels.linear import head_linear as kernel
+from moeyard_kernels.linear import linear
+from moeyard_kernels.linear.linear_configs import Skinny, Stream, configs_for
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -84,6 +86,34 @@ def test_every_config_is_right(config: kernel.HeadConfig | kernel.HopperHeads, a
         y = run(x, weight, config=config)
         assert_right(y, x, weight)
         assert torch.equal(y, run(x, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 17, 40, 64, 70, 300])
+def test_long_groups_run_as_one_product(rows: int) -> None:
+    """The kernels of `linear` take groups with a long K, with the same bits in every config, and ignore neighbours."""
+    x, weight = draw(rows, 3, 1024, dtype=BF16), draw(3, 256, 1024, dtype=BF16)
+    assert linear.takes_groups(x, weight)
+    y = run(x, weight)
+    assert_right(y, x, weight)
+    heads = kernel.default_config(rows, 3, 256)
+    assert torch.equal(run(x, weight, config=heads), y)
+    assert torch.equal(run(x, weight, static_weight=True), y)
+    for config in configs_for(rows, 3 * 256):
+        if isinstance(config, Stream) or (
+            CUDA and isinstance(config, Skinny) and 256 % config.BN + 1024 % config.BK == 0
+        ):
+            assert torch.equal(linear.linear_groups(x, weight, config=config), y), config
+    others = torch.full_like(x, float("nan"))
+    others[:, 1] = x[:, 1]
+    assert torch.equal(run(others, weight)[:, 1], y[:, 1])
+
+
+def test_short_or_cut_groups_run_by_head() -> None:
+    x, weight = torch.zeros(2, 3, 1024).bfloat16(), torch.zeros(3, 256, 1024).bfloat16()
+    assert not linear.takes_groups(x[..., :768], weight[..., :768])
+    assert not linear.takes_groups(x, weight[:, :128])
+    assert not linear.takes_groups(x[..., :768].contiguous(), weight[..., :768].contiguous())
+    assert not linear.takes_groups(x, torch.zeros(3, 264, 1024).bfloat16())
 
 
 @DTYPES

@@ -26,6 +26,7 @@ from moeyard_kernels.linear import linear_skinny
 from moeyard_kernels.linear.linear_configs import (
     CONFIGS,
     FP32_CONFIGS,
+    GROUP_STEP,
     KINDS,
     LinearConfig,
     Skinny,
@@ -34,6 +35,7 @@ from moeyard_kernels.linear.linear_configs import (
     Wide,
     configs_for,
     default_config,
+    grouped_config,
     head_and_tail,
     plain_config,
     shape_class,
@@ -50,7 +52,7 @@ OP = "linear"
 def _stream_tiles(
     d_x, d_w, p_bias, p_y, num_early, i_early, stride_early, i_late, num_tiles, n_first, n_end, M, N, K,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GN: tl.constexpr,
 ):  # fmt: skip
     """Compute num_tiles tiles of columns [n_first, n_end): every stride_early-th, then every num_programs-th."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(n_end - n_first, BN)
@@ -58,9 +60,12 @@ def _stream_tiles(
         i_tile = tl.where(j < num_early, i_early + stride_early * j, i_late + tl.num_programs(0) * (j - num_early))
         i_m, i_n = place(i_tile, tiles_m, tiles_n, GROUP)
         o_m, o_n = i_m * BM, n_first + i_n * BN
+        o_x = 0
+        if GN:
+            o_x = o_n // GN * K
         b_acc = tl.zeros([BN, BM] if SWAP else [BM, BN], dtype=tl.float32)
         for k in range(0, K, BK):
-            b_acc = product(d_x.load([o_m, k]), d_w.load([o_n, k]), b_acc, SWAP)
+            b_acc = product(d_x.load([o_m, o_x + k]), d_w.load([o_n, k]), b_acc, SWAP)
         store(b_acc, p_y, p_bias, o_m + tl.arange(0, BM), o_n + tl.arange(0, BN), M, N, SWAP, HAS_BIAS)
 
 
@@ -69,12 +74,12 @@ def _stream_kernel(
     d_x, d_wa, d_wb, d_xt, d_wt, p_bias, p_ya, p_yb, M, NA, NB, K, CUT, REPEAT,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SWAP: tl.constexpr,
     BMT: tl.constexpr, BNT: tl.constexpr, SWAP_T: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PAIR: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PAIR: tl.constexpr, GN: tl.constexpr,
 ):  # fmt: skip
     """Compute x [M, K] @ wa [NA, K].T if PAIR, then @ wb [NB, K].T, in tiles [BM, BN].
 
     From column CUT of wb on, tiles are [BMT, BNT]. Programs take tiles in turn. Programs with one main tile less than
-    others take REPEAT tail tiles first. CUT is NB or a multiple of BN.
+    others take REPEAT tail tiles first. CUT is NB or a multiple of BN. GN: as in `linear_skinny_kernel`.
     """
     wait_for_previous()
     i_program, programs = tl.program_id(0), tl.num_programs(0)
@@ -85,13 +90,13 @@ def _stream_kernel(
         i_first = i_program + num_first * programs - tiles_a
         _stream_tiles(
             d_x, d_wa, p_bias, p_ya, 0, 0, 0, i_program, num_first, 0, NA, M, NA, K,
-            BM, BN, BK, GROUP, SWAP, HAS_BIAS,
+            BM, BN, BK, GROUP, SWAP, HAS_BIAS, GN,
         )  # fmt: skip
     tiles_b = tl.cdiv(M, BM) * tl.cdiv(CUT, BN)
     num_main = tl.cdiv(tl.maximum(tiles_b - i_first, 0), programs)
     _stream_tiles(
         d_x, d_wb, p_bias, p_yb, 0, 0, 0, i_first, num_main, 0, CUT, M, NB, K,
-        BM, BN, BK, GROUP, SWAP, HAS_BIAS,
+        BM, BN, BK, GROUP, SWAP, HAS_BIAS, GN,
     )  # fmt: skip
     if BNT:
         tails = tl.cdiv(M, BMT) * tl.cdiv(NB - CUT, BNT)
@@ -102,7 +107,7 @@ def _stream_kernel(
         num_tails = num_early + tl.cdiv(tl.maximum(tails - i_late, 0), programs)
         _stream_tiles(
             d_xt, d_wt, p_bias, p_yb, num_early, i_early, idle, i_late, num_tails, CUT, NB, M, NB, K,
-            BMT, BNT, BK, GROUP, SWAP_T, HAS_BIAS,
+            BMT, BNT, BK, GROUP, SWAP_T, HAS_BIAS, GN,
         )  # fmt: skip
 
 
@@ -208,10 +213,12 @@ def _run(
     *,
     static_weight: bool,
     out_dtype: torch.dtype | None = None,
+    group: int = 0,
 ) -> tuple[torch.Tensor, ...]:
+    """group: 0, or the outputs of each group of a weight whose groups read their own columns of x."""
     names = ("weight",) if len(weights) == 1 else ("weight_a", "weight_b")
     launch.check_layout(OP, x=x, **dict(zip(names, weights, strict=True)), bias=bias)
-    num_rows, dim = x.shape
+    num_rows, dim = x.shape[0], weights[0].shape[1]
     num_out = [weight.shape[0] for weight in weights]
     dtype = out_dtype or x.dtype
     outs = tuple(launch.new_output(num_rows, n, like=x, dtype=dtype) for n in num_out)
@@ -237,13 +244,14 @@ def _run(
     bias = x if bias is None else bias
     rest = (bias, outs[0], outs[-1], num_rows, num_out[0], num_out[-1], dim)
     pair = {"PAIR": len(weights) == 2}
+    grouped = pair | {"GN": group}
     if isinstance(chosen, Wide):
         _launch_wide(x, weights, chosen, bias, outs, flags)
     elif isinstance(chosen, Skinny):
-        _launch_skinny(x, weights, chosen, tiles, rest, flags | pair | {"STATIC": static_weight})
+        _launch_skinny(x, weights, chosen, tiles, rest, flags | grouped | {"STATIC": static_weight})
     elif isinstance(chosen, Stream):
         stages = chosen.fp32_stages() if dtype == torch.float32 else chosen.num_stages
-        _launch_stream(x, weights, chosen, tiles, rest, flags | pair | {"num_stages": stages})
+        _launch_stream(x, weights, chosen, tiles, rest, flags | grouped | {"num_stages": stages})
     else:
         flags |= pair | {"BN": chosen.BN, "BK": chosen.BK, "SWAP": chosen.SWAP, "num_stages": chosen.num_stages}
         group, even = 0 if rows == 1 else chosen.GROUP, dim % chosen.BK == 0
@@ -276,3 +284,21 @@ def linear_pair(
     """See `moeyard_kernels.ops.linear_pair`."""
     y_a, y_b = _run(x, (weight_a, weight_b), None, config, static_weight=static_weight, out_dtype=out_dtype)
     return y_a, y_b
+
+
+def takes_groups(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether `linear_groups` takes x [T, H, K] and weight [H, N, K] (bf16): long K, whole steps and tiles."""
+    num_out, dim = weight.shape[1:]
+    whole = dim >= 1024 and dim % GROUP_STEP == 0 and num_out % GROUP_STEP == 0
+    return whole and x.is_contiguous() and weight.is_contiguous() and _fits_stream(x.flatten(1), weight.flatten(0, 1))
+
+
+def linear_groups(
+    x: torch.Tensor, weight: torch.Tensor, *, static_weight: bool = False, config: Skinny | Stream | None = None
+) -> torch.Tensor:
+    """`head_linear` of what `takes_groups` accepts, with the same bits, by the kernels of `linear`: [T, H, N]."""
+    num_rows, num_groups, _ = x.shape
+    columns, group = num_groups * weight.shape[1], weight.shape[1]
+    chosen = config or grouped_config(num_rows, columns, hopper=launch.on_hopper(x))
+    out = _run(x.flatten(1), (weight.flatten(0, 1),), None, chosen, static_weight=static_weight, group=group)[0]
+    return out.view(num_rows, num_groups, group)

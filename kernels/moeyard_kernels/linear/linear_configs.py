@@ -215,6 +215,21 @@ def default_config(num_rows: int, *num_out: int) -> LinearConfig:
     return _tiles_of_a_wave(num_rows, *num_out)
 
 
+# Tiles and steps of `grouped_config` divide this number of outputs of a group, and of columns of x.
+GROUP_STEP = 256
+
+
+def grouped_config(num_rows: int, columns: int, *, hopper: bool) -> Skinny | Stream:
+    """Return the config of products in groups of outputs, in bf16."""
+    if num_rows > 64:
+        tiles = _tiles_of_a_wave(num_rows, columns)
+        return tiles if isinstance(tiles, Stream) else _WIDE[1]
+    few = default_config(num_rows, columns)
+    if isinstance(few, Skinny) and hopper:
+        return few
+    return next(c for c in _FEW_ROWS if isinstance(c, Stream) and num_rows <= c.BM)
+
+
 def _tiles_of_a_wave(num_rows: int, *num_out: int) -> Stream | Wide:
     """Return the smallest tiles that all multiprocessors can compute in one wave (docs/journal.md)."""
 

@@ -91,8 +91,12 @@ def _copy_weight(
 
 
 @gluon.jit
-def _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, BM: gl.constexpr, SUB: gl.constexpr):
-    """Copy the rows of x of one step."""
+def _copy_rows(
+    d_x, s_x, bar, i_m, i_n, i_k, i_buffer, num_k, BM: gl.constexpr, SUB: gl.constexpr, GN: gl.constexpr,
+):  # fmt: skip
+    """Copy the rows of x of one step, from the columns of the group that output column i_n belongs to."""
+    if GN:
+        i_k += i_n // GN * num_k
     for u in gl.static_range(SUB):
         i_part, o_k = i_buffer * SUB + u, (i_k * SUB + u) * _COLUMNS
         s_rows = s_x.index(i_part)
@@ -105,7 +109,7 @@ def _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, BM: gl.constexpr, SUB: gl.cons
 def _copy(
     d_x, d_wa, d_ta, d_wb, d_tb, s_x, s_w, e, f, M, NA, num_tiles, num_k,
     BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr,
+    EARLY: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr, GN: gl.constexpr,
 ):  # fmt: skip
     """Fill the buffers in one warp, with EARLY steps of the weight before x; refill each when it is free (f).
 
@@ -125,7 +129,7 @@ def _copy(
         wait_for_previous()
         let_next_begin()
     for i in range(num_early):
-        _copy_rows(d_x, s_x, e.index(i), i_m, i, i, BM, SUB)
+        _copy_rows(d_x, s_x, e.index(i), i_m, i_n, i, i, num_k, BM, SUB, GN)
     # The first tile continues after the early steps.
     i_k = num_early
     # A new barrier counts as past the phase before its first, so buffers are initially free.
@@ -137,7 +141,7 @@ def _copy(
             mbarrier.wait(f.index(i_buffer), phase)
             mbarrier.expect(bar, BYTES)
             _copy_weight(d_wa, d_ta, d_wb, d_tb, s_w, bar, i_n, second, i_k, i_buffer, HEAD, TAIL, SUB, PAIR)
-            _copy_rows(d_x, s_x, bar, i_m, i_k, i_buffer, BM, SUB)
+            _copy_rows(d_x, s_x, bar, i_m, i_n, i_k, i_buffer, num_k, BM, SUB, GN)
             i_buffer, phase = _advance(i_buffer, phase, STAGES)
             i_k += 1
         i_k = 0
@@ -201,13 +205,15 @@ def linear_skinny_kernel(
     d_x, d_wa, d_ta, d_wb, d_tb, p_bias, p_ya, p_yb, M, NA, NB, K,
     BM: gl.constexpr, HEAD: gl.constexpr, TAIL: gl.constexpr, SUB: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr, HAS_BIAS: gl.constexpr, PAIR: gl.constexpr, STATIC: gl.constexpr, LEFT: gl.constexpr,
+    GN: gl.constexpr,
 ):  # fmt: skip
     """Compute x [M, K] @ wa [NA, K].T, then @ wb [NB, K].T if PAIR. Programs take tiles [BM, HEAD + TAIL] in turn.
 
     Descriptor blocks are [BM, 64] for x, [HEAD, 64] for wa and wb, and [TAIL, 64] for ta and tb, which are the same
     weights. If TAIL is 0, ta and tb have the blocks of wa and wb. BM, HEAD and TAIL are powers of two, at least 8, as 8
     rows are swizzled as one. BM is at most 64. SUB blocks make a step, STAGES steps are in flight, and EARLY of them
-    (at most all) before x. LEFT: see the module; HEAD + TAIL are then at most 64.
+    (at most all) before x. LEFT: see the module; HEAD + TAIL are then at most 64. GN: 0, or the outputs of a group, a
+    multiple of HEAD + TAIL. x then has K columns, whole steps, for each group.
     """
     gl.static_assert(HEAD + TAIL <= 64 or not LEFT)
     gl.static_assert(EARLY <= STAGES)
@@ -246,7 +252,7 @@ def linear_skinny_kernel(
                 _copy,
                 (
                     d_x, d_wa, d_ta, d_wb, d_tb, s_x, s_w, e, f, M, NA, num_tiles, num_k,
-                    BM, HEAD, TAIL, SUB, STAGES, EARLY, PAIR, STATIC,
+                    BM, HEAD, TAIL, SUB, STAGES, EARLY, PAIR, STATIC, GN,
                 ),
             ),
         ],
