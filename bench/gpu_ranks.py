@@ -2,7 +2,7 @@
 
     python bench/gpu_ranks.py --shape Qwen3-30B-A3B [--layers N] --ranks 2 [--exchange nvlink] [--streams 1 8 64]
         [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096 [--budgets 2048 512]] [--drafts 1] [--check] [--json FILE]
-        [--residency 0.25 [--fetch alone shared]] [--arrivals 20x512 24x256-8192] [--profile]
+        [--residency 0.25 [--fetch alone shared]] [--arrivals 20x512 24x256-8192] [--routing asked] [--profile]
 
 Real workers run in their own processes (tests/fleet.py), with random weights. This process is their client, in place of
 a router, and records the time of each message.
@@ -101,6 +101,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         prefix_caching=False,
         enforce_eager=args.enforce_eager,
         step_deadline=20.0,
+        enable_return_routed_experts=args.routing is not None,
         speculate="mtp" if args.drafts else None,
         draft_tokens=args.drafts or None,
         **usual,
@@ -153,7 +154,8 @@ class Bench:
     def submit(self, rank: int, prompt: list[int], output: int) -> str:
         self.names += 1
         name = str(self.names)
-        self.client.submit(rank, name, prompt, temperature=0.0, max_tokens=output, ignore_eos=True)
+        routing = {"routed_experts_start": 0} if self.args.routing == "asked" else {}
+        self.client.submit(rank, name, prompt, temperature=0.0, max_tokens=output, ignore_eos=True, **routing)
         return name
 
     def say(self, case: str, begun: float, before: tuple[Any, Any], **figures: Any) -> None:
@@ -375,6 +377,9 @@ def main() -> int:
     parser.add_argument("--residency", type=float, help="share of the experts in slots (default: all that fit)")
     parser.add_argument("--fetch", choices=EXPERT_FETCHES, nargs="*", default=[])
     parser.add_argument("--check", action="store_true")
+    parser.add_argument(
+        "--routing", choices=("served", "asked"), help="--enable-return-routed-experts, and ask for them"
+    )
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--enforce-eager", action="store_true")
