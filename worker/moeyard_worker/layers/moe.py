@@ -98,7 +98,7 @@ class Moe:
         """Return the unreduced results of normalised rows x [num_rows, H]. Every rank calls this in every step, even
         without rows."""
         alone = plan.num_rows == 1
-        defer = alone and self._exchange.traits.local and self._experts.defers_choices and self._routing is None
+        defer = alone and self._exchange.traits.local and self._experts.defers_choices
         # An expert kernel that chooses leaves no room on the multiprocessors for shared experts in parallel.
         defer = defer and (self._shared is None or self._gate.computes_shared)
         # Shared experts run in parallel with the routed ones. A single row's gate is latency-bound, so they start with

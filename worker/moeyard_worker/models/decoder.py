@@ -107,7 +107,7 @@ class Decoder:
         routing: StepRouting | None = None,
     ) -> None:
         config = spec.config
-        self._backend, self.eps = backend, config.rms_eps
+        self._backend, self._routing, self.eps = backend, routing, config.rms_eps
         self.streams: Streams
         if config.hyper is None:
             self.streams = AddNormStreams(backend, config.rms_eps)
@@ -192,6 +192,8 @@ class Decoder:
             x = layer.forward(x, residual, following, plan)
             if i in self._read:
                 read.append(residual.mean())
+        if self._routing is not None:
+            self._routing.settle()
         return torch.cat((x, *read), 1) if read else x
 
     @contextmanager
