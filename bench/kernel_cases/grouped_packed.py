@@ -7,8 +7,9 @@ from types import MappingProxyType
 import torch
 
 from kernel_cases.case import Case, Target, assert_bits
-from moeyard_kernels.experts import expert_layout, grouped_gemm, grouped_packed
+from moeyard_kernels.experts import expert_layout, grouped_gemm, grouped_packed, topk_gate
 from moeyard_kernels.types.expert_layout import ExpertLayout, ExpertPairs, expert_block_rows
+from moeyard_kernels.types.gate import GateRule, TokenChoice
 from moeyard_kernels.types.matrix import Matrix, dequantize
 from moeyard_kernels.types.weight_form import WeightForm, fp4_tiles, fp8_tiles, int4_tiles
 
@@ -60,6 +61,7 @@ def cases() -> Iterator[Case]:
         plain = values(gate_up), values(down)
         for num_tokens in (1, 8, 64, 8192):
             yield _case(name, num_tokens, gate_up, down, plain)
+        yield _choice_case(name, gate_up, down)
 
 
 def _case(name: str, num_tokens: int, gate_up: Matrix, down: Matrix, plain: tuple[torch.Tensor, torch.Tensor]) -> Case:
@@ -90,5 +92,40 @@ def _case(name: str, num_tokens: int, gate_up: Matrix, down: Matrix, plain: tupl
         target=Target("speedup", 1.0) if decodes else None,
         baseline=baseline,
         baseline_name="grouped_gemm in bf16",
+        early=False,
+    )
+
+
+def _choice_case(name: str, gate_up: Matrix, down: Matrix) -> Case:
+    """Return one token's experts with their choice, beside the choice's launch and the products."""
+    rule = GateRule(top_k=TOP_K, scoring="softmax", renormalize=True)
+    x = torch.empty(1, _HIDDEN, dtype=torch.bfloat16, device="cuda").normal_()
+    logits = torch.randn(1, _EXPERTS, device="cuda").bfloat16()
+    counts, entries = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (_EXPERTS, 1))
+    slots = torch.arange(_EXPERTS, dtype=torch.int32, device="cuda")
+
+    def run(*, ahead: bool) -> tuple[torch.Tensor, ...]:
+        weights, ids = (logits.new_empty(1, TOP_K, dtype=d) for d in (torch.float32, torch.int64))
+        choice = TokenChoice(
+            rule=rule, logits=logits, bias=None, weights=weights, ids=ids, counts=counts, entries=entries
+        )
+        if ahead:
+            topk_gate.make_choice(choice)
+        pairs = ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=_EXPERTS, choice=None if ahead else choice)
+        return weights, ids, grouped_packed.grouped_gemm_packed(x, gate_up, down, pairs, top_k=TOP_K)
+
+    def prove() -> None:
+        assert_bits("chosen ahead", run(ahead=False), run(ahead=True))
+
+    return Case(
+        op="grouped_gemm_packed",
+        shape=f"Qwen3-30B-A3B {name} T=1, {TOP_K} experts and their choice",
+        run=partial(run, ahead=False),
+        prove=prove,
+        num_bytes=TOP_K * sum(array[0].nbytes for array in (*gate_up.arrays, *down.arrays)),
+        num_flops=TOP_K * 6 * _INNER * _HIDDEN,
+        target=Target("speedup", 1.0),
+        baseline=partial(run, ahead=True),
+        baseline_name="chosen ahead",
         early=False,
     )

@@ -575,7 +575,7 @@ def held_bytes(root: object) -> int:
 class NoExperts:
     """The experts of a runner that only loads."""
 
-    defers_choices = all_resident = False
+    defers_choices = joins_shared = all_resident = False
 
     def run(self, layer: int, dispatched: object) -> torch.Tensor:
         raise AssertionError

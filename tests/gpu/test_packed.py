@@ -1,5 +1,6 @@
 """Products over tiled codes have the bits of products over their bf16 values, for every form and number of rows."""
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.rank import Rank
 from moeyard_kernels import ops
 from moeyard_kernels.linear import linear_packed
 from moeyard_kernels.types.expert_layout import ExpertPairs
+from moeyard_kernels.types.gate import GateRule, TokenChoice
 from moeyard_kernels.types.matrix import dequantize
 from moeyard_kernels.types.weight_form import WeightForm, fp4_tiles, fp8_tiles, int4_tiles
 from moeyard_worker.protocol import SamplingParams
@@ -59,6 +61,52 @@ def test_experts(name: str, hidden: int, inner: int) -> None:
             out = torch.zeros_like(wanted)
             ops.grouped_gemm_packed(x, gate_up, down, layout, top_k=top_k, out=out)
             assert torch.equal(out, wanted), (num_tokens, type(layout), getattr(layout, "block_rows", 0))
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("scoring", "experts"), [("softmax", 128), ("sigmoid", 256), ("softmax", 24)])
+def test_choice_within_the_products(name: str, scoring: Any, experts: int) -> None:
+    """The products of one token choose its experts with the bits of the gate. Others, such as of 24, choose ahead."""
+    hidden, inner, top_k = 512, 256, 6
+    gate_up = random_stack(FORMS[name], experts, matrices=2, rows=inner, columns=hidden)
+    down = random_stack(FORMS[name], experts, matrices=1, rows=hidden, columns=inner)
+    slot_of = torch.randperm(experts, device=DEVICE).to(torch.int32)
+    rule = GateRule(top_k=top_k, scoring=scoring, renormalize=True, scaling=2.5)
+    bias = torch.randn(experts, device=DEVICE) * 0.1 if scoring == "sigmoid" else None
+    counts, entries = torch.zeros(experts, dtype=torch.int64, device=DEVICE), torch.tensor([-1, 3], device=DEVICE)[1:]
+    graph = torch.cuda.CUDAGraph()
+    x, logits = torch.empty(1, hidden, device=DEVICE).bfloat16(), torch.empty(1, experts, device=DEVICE)
+    weights, ids = (torch.empty(1, top_k, dtype=d, device=DEVICE) for d in (torch.float32, torch.int64))
+    choice = TokenChoice(rule=rule, logits=logits, bias=bias, weights=weights, ids=ids, counts=counts, entries=entries)
+    pairs = ExpertPairs(topk_ids=ids, slot_of_expert=slot_of, num_slots=experts, choice=choice)
+
+    def run() -> torch.Tensor:
+        return ops.grouped_gemm_packed(x.clone(), gate_up, down, pairs, top_k=top_k)
+
+    x.normal_()
+    run()
+    with torch.cuda.graph(graph):
+        out = run()
+    for turn in range(5):
+        x.normal_()
+        logits.normal_()
+        # Ties: the lowest expert wins.
+        logits[:, 1::2] = logits[:, ::2].flip(1)
+        if turn == 3:
+            slot_of[int(logits.argmax())] = -1
+        counts.zero_()
+        graph.replay()
+        wanted_counts = torch.zeros_like(counts)
+        wanted_weights, wanted_ids = ops.topk_gate(
+            logits, **asdict(rule), bias=bias, counts=wanted_counts, entries=entries
+        )
+        here = slot_of[wanted_ids[0]] >= 0
+        given = ExpertPairs(topk_ids=wanted_ids, slot_of_expert=slot_of, num_slots=experts)
+        wanted = ops.grouped_gemm_packed(x, gate_up, down, given, top_k=top_k)
+        assert torch.equal(ids, wanted_ids)
+        assert torch.equal(weights, wanted_weights)
+        assert torch.equal(counts, wanted_counts)
+        assert torch.equal(out[here], wanted[here])
 
 
 @pytest.mark.parametrize("form", [fp8_tiles(128, 128), fp8_tiles(64, 128), fp8_tiles(1, None)], ids=str)

@@ -85,7 +85,7 @@ def test_no_product_is_serialized(built: list[hopper_builds.Build]) -> None:
 
 def test_counts_of_a_gate_use_red(built: list[hopper_builds.Build]) -> None:
     """No thread uses the result of these additions: as RED they do not block the next instruction."""
-    for kernel in ("_topk_gate_kernel", "expert_slice_kernel"):
+    for kernel in ("_topk_gate_kernel", "expert_slice_kernel", "packed_product_kernel"):
         gates = {line["counts"]: line["atomics"] for line in built if line["kernel"] == kernel}
         assert gates in ({False: [], True: ["REDG"]}, {False: [], True: ["RED"]}), kernel
 

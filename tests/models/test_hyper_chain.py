@@ -30,7 +30,7 @@ RULE = GateRule(top_k=TOP_K, scoring="sqrtsoftplus", renormalize=True, scaling=1
 class Resident:
     """Experts that all have slots, in the order of their numbers."""
 
-    all_resident, defers_choices = True, True
+    all_resident, defers_choices, joins_shared = True, True, True
 
     def __init__(self, slots: Any) -> None:
         self._slots = slots

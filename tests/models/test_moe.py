@@ -45,7 +45,7 @@ class Experts:
 
     given: Dispatched | None = None
 
-    all_resident = True
+    all_resident = joins_shared = True
 
     def __init__(self, *, defers_choices: bool) -> None:
         self.defers_choices = defers_choices
@@ -125,7 +125,7 @@ def test_only_the_local_exchange_keeps_rows_local() -> None:
 class Slots:
     """Experts that all have slots, in order of their numbers, computed as on a GPU."""
 
-    all_resident = True
+    all_resident = joins_shared = True
 
     def __init__(self, slots: CudaExpertSlots, *, defers_choices: bool) -> None:
         self._slots, self.defers_choices = slots, defers_choices

@@ -380,7 +380,7 @@ def _reduced(parts: ExpertParts) -> torch.Tensor:
 class FormulaExperts:
     """`Experts` whose matrices come from `load` when a row first needs them."""
 
-    defers_choices = False
+    defers_choices = joins_shared = False
     all_resident = True
 
     def __init__(self, spec: ModelSpec, load: Callable[[Weight], Any]) -> None:

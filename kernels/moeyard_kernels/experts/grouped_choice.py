@@ -10,6 +10,8 @@ The left operand is weights: BN gates and the BN ups that belong to them. The ri
 the first belongs to the token. Two programs fit a multiprocessor, and all programs fit the GPU.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -242,19 +244,53 @@ def choice_arguments(choice: TokenChoice) -> dict[str, Any]:
     return {"E": choice.logits.shape[1], "SOFTMAX": softmax, "HAS_BIAS": choice.bias is not None, "L_E": lanes}
 
 
-def can_choose(choice: TokenChoice, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
-    """Return whether both products of one token can make the choice; otherwise `topk_gate` makes it first.
+# Constants of a kernel whose ids are known.
+_NO_CHOICE: Mapping[str, Any] = MappingProxyType(
+    {"E": 0, "SOFTMAX": False, "HAS_BIAS": False, "L_E": expert_lanes(32, 4)}
+    | {"CHOSEN": 1, "BC": 1, "RENORMALIZE": False, "HAS_COUNTS": False}
+)
 
-    They match `topk_gate`'s bits for a multiple of 16 experts, without groups, and if one warp can hold the chosen
-    ones. They have no scores by sqrt(softplus).
+
+def writing_arguments(choice: TokenChoice | None, unread: torch.Tensor) -> dict[str, Any]:
+    """Return the arguments of a kernel that makes `choice` and writes it, if it is still to be made.
+
+    Pointers that the kernel does not read are `unread`.
     """
-    rule, num_experts = choice.rule, choice.logits.shape[1]
-    if not launch.on_hopper(gate_up) or rule.topk_groups < rule.num_groups or num_experts % 16 or rule.top_k > 32:
+    if choice is None:
+        tensors = dict.fromkeys(("p_logits", "p_bias", "p_counts", "p_entries", "p_weights"), unread)
+        return tensors | {"scaling": 1.0, **_NO_CHOICE}
+    rule, counted = choice.rule, choice.counts is not None
+    return choice_arguments(choice) | {
+        "p_logits": choice.logits,
+        "p_bias": choice.logits if choice.bias is None else choice.bias,
+        "p_counts": choice.counts if counted else unread,
+        "p_entries": choice.entries if counted else unread,
+        "p_weights": choice.weights,
+        "scaling": float(rule.scaling),
+        "CHOSEN": rule.top_k,
+        "BC": triton.next_power_of_2(rule.top_k),
+        "RENORMALIZE": rule.renormalize,
+        "HAS_COUNTS": counted,
+    }
+
+
+def is_simple(choice: TokenChoice) -> bool:
+    """Return whether the functions here match `topk_gate`'s bits.
+
+    They do so for a multiple of 16 experts, without groups, and if one warp can hold the chosen ones. They have no
+    scores by sqrt(softplus).
+    """
+    rule = choice.rule
+    grouped = rule.topk_groups < rule.num_groups or rule.scoring == "sqrtsoftplus"
+    return not grouped and choice.logits.shape[1] % 16 == 0 and rule.top_k <= 32 and choice.logits.data_ptr() % 16 == 0
+
+
+def can_choose(choice: TokenChoice, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Return whether both products of one token can make the choice; otherwise `topk_gate` makes it first."""
+    if not launch.on_hopper(gate_up) or not is_simple(choice):
         return False
-    if rule.scoring == "sqrtsoftplus":
-        return False
-    inner, hidden = down.shape[2], gate_up.shape[2]
-    aligned = all(x.data_ptr() % 16 == 0 for x in (gate_up, down, choice.logits))
+    rule, inner, hidden = choice.rule, down.shape[2], gate_up.shape[2]
+    aligned = all(x.data_ptr() % 16 == 0 for x in (gate_up, down))
     whole = slice_fits(inner, SLICE[0].BN)
     return aligned and whole and slices_of_choice(rule.top_k, hidden=hidden, inner=inner) is not None
 

@@ -27,7 +27,7 @@ from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for
 from moeyard_kernels.common.rounding import product, round_to, stored_as
 from moeyard_kernels.common.tile_order import place
 from moeyard_kernels.elementwise.silu_mul import rounded_limit, silu_mul_values
-from moeyard_kernels.experts.grouped_choice import choose_and_gate_up
+from moeyard_kernels.experts.grouped_choice import can_choose, choose_and_gate_up
 from moeyard_kernels.experts.grouped_configs import CONFIGS as CONFIGS
 from moeyard_kernels.experts.grouped_configs import (
     FP32,
@@ -318,7 +318,8 @@ def grouped_gemm(
     """See `moeyard_kernels.ops.grouped_gemm`. `configs` of gate_up and down replace the stored ones."""
     launch.check_layout(OP, x=x, gate_up=gate_up, down=down, out=out)
     if isinstance(layout, ExpertPairs):
-        layout = settle_choice(layout, gate_up, down, configured=configs != (None, None))
+        chooses = configs == (None, None) and layout.choice is not None and can_choose(layout.choice, gate_up, down)
+        layout = settle_choice(layout, chooses=chooses, down=down)
         ids, slots = layout.topk_ids, layout.slot_of_expert
         launch.check_layout(OP, topk_ids=ids, slot_of_expert=slots)
         if layout.choice is None:

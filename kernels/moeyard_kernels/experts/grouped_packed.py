@@ -8,6 +8,7 @@ import triton
 from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import dependent
 from moeyard_kernels.elementwise.silu_mul import rounded_limit
+from moeyard_kernels.experts.grouped_choice import is_simple, writing_arguments
 from moeyard_kernels.experts.grouped_gemm import num_blocks, num_rows
 from moeyard_kernels.experts.grouped_slice import settle_choice
 from moeyard_kernels.experts.packed_product import (
@@ -87,14 +88,20 @@ def _launch(
     config: PackedConfig | None,
     limit: float | None = None,
 ) -> None:
-    """Run one product. top_k is 0 for the second, whose results may go to `home` instead of out."""
+    """Run one product. top_k is 0 for the second, whose results may go to `home` instead of out.
+
+    If the choice of one token is still to be made, programs of both products repeat it and one of the second writes it.
+    """
+    choice = None
     if isinstance(layout, ExpertPairs):
+        choice = layout.choice
         rows, block, index = PAIRS, 8 if layout.one_token else 16, (layout.topk_ids, *[layout.slot_of_expert] * 2)
         padded = 1 if layout.one_token else triton.next_power_of_2(layout.num_pairs)
     else:
         rows, block, padded = LAYOUT, layout.block_rows, 0
         index = (layout.pairs, layout.slot_of_block, layout.num_blocks)
     config = config or default_config(weight.form, dim=weight.shape[-1], rows=block, gated=top_k > 0)
+    assert choice is None or config.num_warps == 4, "the choice's layouts have 4 warps"
     arguments = product_arguments(weight, config, gated=top_k > 0) | result_arguments(out, home)
     packed_product_kernel[num_blocks(layout) * triton.cdiv(arguments["N"], config.BN),](
         p_a=a,
@@ -109,6 +116,7 @@ def _launch(
         BP=padded,
         BLOCK=layout.block_rows,
         LIMIT=rounded_limit(limit, a.dtype),
+        **writing_arguments(choice, a) | ({"HAS_COUNTS": False} if top_k else {}),
         **arguments,
         **dependent(a),
     )
@@ -158,7 +166,7 @@ def grouped_gemm_packed(
     if not launch.on_hopper(x):
         raise ValueError(f"{OP}: products over {gate_up.form.name} codes need bf16 rows and a Hopper GPU")
     if isinstance(layout, ExpertPairs):
-        layout = settle_choice(layout, x, x, configured=True)
+        layout = settle_choice(layout, chooses=layout.choice is not None and is_simple(layout.choice))
     hidden, inner = x.shape[1], down.shape[-1]
     if num_blocks(layout) * triton.cdiv(max(hidden, inner), 32) > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: {num_blocks(layout)} blocks of {hidden} outputs exceed the grid of a GPU")

@@ -12,13 +12,9 @@ The shared expert's first product is known, because the launch of the logits als
 and apply the activation while the programs of the first product run.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
-from typing import Any
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -33,13 +29,11 @@ from moeyard_kernels.common.gluon import load_block, reinterpret
 from moeyard_kernels.elementwise.silu_mul import rounded_limit, silu_mul
 from moeyard_kernels.experts.grouped_choice import (
     by_steps,
-    can_choose,
-    choice_arguments,
-    expert_lanes,
     limited,
     nth_slot,
     score_experts,
     write_choice,
+    writing_arguments,
 )
 from moeyard_kernels.experts.grouped_configs import STEP
 from moeyard_kernels.experts.topk_gate import make_choice
@@ -50,11 +44,6 @@ from moeyard_kernels.types.gate import SharedRow
 _STEP = gl.constexpr(STEP)
 # Rows of h that are copied: the fewest that a product accepts.
 _ROWS = gl.constexpr(8)
-# Constants if the ids are known.
-_NO_CHOICE: Mapping[str, Any] = MappingProxyType(
-    {"E": 0, "SOFTMAX": False, "HAS_BIAS": False, "L_E": expert_lanes(32, 4)}
-    | {"K": 1, "BK": 1, "RENORMALIZE": False, "HAS_COUNTS": False}
-)
 
 
 @gluon.jit
@@ -117,7 +106,7 @@ def _route(
     p_logits, p_bias, p_counts, p_entries, d_h, d_w, p_weights, p_ids, p_slots, p_out, s_w, s_h, bars, i_block, scaling,
     N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr, CH: gl.constexpr, L_Y: gl.constexpr, BLOCK: gl.constexpr,
     E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
-    K: gl.constexpr, BK: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr,
+    CHOSEN: gl.constexpr, BC: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr,
 ):  # fmt: skip
     """Compute BN outputs of one pair. The first block's program writes the choice, if it is still to be made."""
     DT: gl.constexpr = d_h.dtype
@@ -142,7 +131,7 @@ def _route(
             # It does not touch these tensors itself. Counts are only added to, and read after whole steps.
             write_choice(
                 p_logits, p_counts, p_entries, p_weights, p_ids, o_e, b_key, b_max, b_sum, scaling,
-                K, BK, SOFTMAX, RENORMALIZE, HAS_COUNTS,
+                CHOSEN, BC, SOFTMAX, RENORMALIZE, HAS_COUNTS,
             )  # fmt: skip
     # Every program waits, even without work, so that launches complete in order.
     wait_for_previous()
@@ -159,14 +148,14 @@ def expert_slice_kernel(
     p_logits, p_bias, p_counts, p_entries, d_h, d_w, p_weights, p_ids, p_slots, p_out, p_y, d_s, p_shared, scaling,
     N: gl.constexpr, STEPS: gl.constexpr, BN: gl.constexpr, BLOCK: gl.constexpr,
     E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
-    K: gl.constexpr, BK: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr, SHARED: gl.constexpr,
-    LIMIT: gl.constexpr,
+    CHOSEN: gl.constexpr, BC: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr,
+    SHARED: gl.constexpr, LIMIT: gl.constexpr,
 ):  # fmt: skip
     """Compute BN outputs of one pair: out [P, N] from the first rows of blocks of h. Grid: (P ceil(N / BN),).
 
     d_h: [K / 64, BLOCK P, 64] in blocks [CH, 8, 64]. d_w: consecutive outputs of all slots, [K / 64, S N, 64], in
-    blocks [CH, BN, 64]. E > 0: choose K of E experts and write the choice; 0: p_ids are given. SHARED, with E only:
-    ceil(N / BN) programs before the others compute shared [N] from y [2 K] and the weight d_s, with LIMIT.
+    blocks [CH, BN, 64]. E > 0: choose CHOSEN of E experts and write the choice; 0: p_ids are given. SHARED, with E
+    only: ceil(N / BN) programs before the others compute shared [N] from y [2 K] and the weight d_s, with LIMIT.
     """
     DT: gl.constexpr = d_h.dtype
     CH: gl.constexpr = STEPS & -STEPS
@@ -188,7 +177,7 @@ def expert_slice_kernel(
     if i_block >= 0:
         _route(
             p_logits, p_bias, p_counts, p_entries, d_h, d_w, p_weights, p_ids, p_slots, p_out, s_w, s_h, bars, i_block,
-            scaling, N, STEPS, BN, CH, L_Y, BLOCK, E, SOFTMAX, HAS_BIAS, L_E, K, BK, RENORMALIZE, HAS_COUNTS,
+            scaling, N, STEPS, BN, CH, L_Y, BLOCK, E, SOFTMAX, HAS_BIAS, L_E, CHOSEN, BC, RENORMALIZE, HAS_COUNTS,
         )  # fmt: skip
 
 
@@ -198,13 +187,15 @@ def shares(shared: SharedRow, down: torch.Tensor) -> bool:
     return alike and shared.down.is_contiguous() and shared.gate_up.is_contiguous() and shared.down.data_ptr() % 16 == 0
 
 
-def settle_choice(pairs: ExpertPairs, gate_up: torch.Tensor, down: torch.Tensor, *, configured: bool) -> ExpertPairs:
-    """Return pairs whose choice the products can make; otherwise choose, and compute the shared expert, here."""
+def settle_choice(pairs: ExpertPairs, *, chooses: bool, down: torch.Tensor | None = None) -> ExpertPairs:
+    """Return pairs whose choice the products make (`chooses`); otherwise choose here.
+
+    down: the weight of a second product that may include the shared expert. Without it, that is computed here, too.
+    """
     choice = pairs.choice
     if choice is None:
         return pairs
-    chooses = not configured and can_choose(choice, gate_up, down)
-    if choice.shared is not None and not (chooses and shares(choice.shared, down)):
+    if choice.shared is not None and not (chooses and down is not None and shares(choice.shared, down)):
         rows = silu_mul(choice.shared.gate_up.to(choice.shared.down.dtype), choice.shared.limit)
         choice.shared.out.copy_(linear(rows, choice.shared.down, static_weight=True))
         choice = replace(choice, shared=None)
@@ -221,26 +212,18 @@ def slice_pairs(h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, pairs: E
     satisfy `shares`.
     """
     num_slots, num_out, dim = down.shape
-    choice, constants = pairs.choice, dict(_NO_CHOICE)
-    inputs: tuple[torch.Tensor | None, ...] = (h, h, None, None)
-    weights, scaling, shared = out, 1.0, None
-    if choice is not None:
-        inputs = (choice.logits, choice.logits if choice.bias is None else choice.bias, choice.counts, choice.entries)
-        weights, scaling, shared = choice.weights, float(choice.rule.scaling), choice.shared
-        constants = choice_arguments(choice) | {"K": choice.rule.top_k, "BK": triton.next_power_of_2(choice.rule.top_k)}
-        constants |= {"RENORMALIZE": choice.rule.renormalize, "HAS_COUNTS": choice.counts is not None}
+    shared = None if pairs.choice is None else pairs.choice.shared
     d_w = by_steps(down.view(num_slots * num_out, dim), columns)
     beside = (h, d_w, out) if shared is None else (shared.gate_up, by_steps(shared.down, columns), shared.out)
     expert_slice_kernel[(pairs.num_pairs + (shared is not None)) * -(-num_out // columns),](
-        *inputs,
-        by_steps(h, 8),
-        d_w,
-        weights,
-        pairs.topk_ids,
-        pairs.slot_of_expert,
-        out,
-        *beside,
-        scaling,
+        d_h=by_steps(h, 8),
+        d_w=d_w,
+        p_ids=pairs.topk_ids,
+        p_slots=pairs.slot_of_expert,
+        p_out=out,
+        p_y=beside[0],
+        d_s=beside[1],
+        p_shared=beside[2],
         N=num_out,
         STEPS=dim // STEP,
         BN=columns,
@@ -249,6 +232,6 @@ def slice_pairs(h: torch.Tensor, down: torch.Tensor, out: torch.Tensor, pairs: E
         LIMIT=0.0 if shared is None else rounded_limit(shared.limit, h.dtype),
         num_warps=4,
         enable_fp_fusion=False,
-        **constants,
+        **writing_arguments(pairs.choice, h),
         **dependent(h),
     )

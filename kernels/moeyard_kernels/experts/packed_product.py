@@ -29,7 +29,7 @@ from moeyard_kernels.common import codes
 from moeyard_kernels.common.dependent import let_next_begin, wait_for_previous
 from moeyard_kernels.common.gluon import load_block, load_rows, reinterpret
 from moeyard_kernels.common.tuning import Config
-from moeyard_kernels.experts.grouped_choice import limited
+from moeyard_kernels.experts.grouped_choice import limited, nth_slot, score_experts, write_choice
 from moeyard_kernels.experts.result_rows import result_rows
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.weight_form import TILE, WeightForm
@@ -150,20 +150,24 @@ def _pairs_of_block(p_ids, i_p, P, BP: gl.constexpr, BM: gl.constexpr, NW: gl.co
     return i_rank % BM == 0, gl.convert_layout(b_pair, L_M)
 
 
-@gluon.jit(do_not_specialize=["P"])
+# A plan's entries begin after those of its earlier parts, at any alignment.
+@gluon.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["p_entries"])
 def packed_product_kernel(
     p_a, d_w, p_s, p_z, p_pairs, p_slots, p_num_blocks, P, p_out, p_table, p_state, s_a, s_scale, s_zero,
+    p_logits, p_bias, p_counts, p_entries, p_weights, scaling,
     N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, WORLD: gl.constexpr, HOME: gl.constexpr,
     ROWS: gl.constexpr, GATED: gl.constexpr, SOURCE_K: gl.constexpr, CODES: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, CH: gl.constexpr, STAGES: gl.constexpr, SR: gl.constexpr, SK: gl.constexpr, KS: gl.constexpr,
     ZEROS: gl.constexpr, BP: gl.constexpr, BLOCK: gl.constexpr, OVERLAP: gl.constexpr, NW: gl.constexpr,
-    LIMIT: gl.constexpr,
+    LIMIT: gl.constexpr, E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
+    CHOSEN: gl.constexpr, BC: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr,
 ):  # fmt: skip
     """Compute one block of BM rows by BN outputs. GATED: gather a's rows, and store h = silu_mul of gates and ups.
 
     d_w: words [S, tiles, G, N, 32] in blocks [1, CH, G, BN, 32]. p_s and p_z: scales and zero points
     [S, K / SK, G, N / SR]. Slots of them are s_scale and s_zero apart, and KS covers K / SK. Rows of a are s_a apart.
-    Row r of a block lies BLOCK * block + r rows into h. Grid: (blocks * ceil(N / BN),).
+    Row r of a block lies BLOCK * block + r rows into h. E > 0: one token still has to choose CHOSEN of E experts, and
+    the second product writes ids to p_pairs and weights. Grid: (blocks * ceil(N / BN),).
     """
     G: gl.constexpr = 2 if GATED else 1
     R: gl.constexpr = G * BN
@@ -206,6 +210,18 @@ def packed_product_kernel(
         here = i_b < gl.load(p_num_blocks)
         i_slot = gl.load(p_slots + i_b, mask=here, other=0)
         b_pair = gl.load(p_pairs + i_b.to(gl.int64) * BM + o_m, mask=here, other=-1)
+    elif E:
+        # As in `expert_slice_kernel`.
+        o_e, b_key, b_max, b_sum = score_experts(p_logits, p_bias, E, SOFTMAX, HAS_BIAS, L_E)
+        i_slot = nth_slot(o_e, b_key, gl.load(p_slots + o_e, mask=o_e < E, other=0), i_b)
+        here = i_slot >= 0
+        b_pair = gl.where(o_m == 0, i_b, -1)
+        if not GATED:  # noqa: SIM102 - of a constant and of what is known in the kernel
+            if gl.program_id(0) == 0:
+                write_choice(
+                    p_logits, p_counts, p_entries, p_weights, p_pairs, o_e, b_key, b_max, b_sum, scaling,
+                    CHOSEN, BC, SOFTMAX, RENORMALIZE, HAS_COUNTS,
+                )  # fmt: skip
     else:
         i_id = gl.load(p_pairs + i_b).to(gl.int32)
         i_slot = gl.load(p_slots + gl.maximum(i_id, 0))

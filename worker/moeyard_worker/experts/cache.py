@@ -92,7 +92,7 @@ class ExpertCache:
         self._recorder, self._step, self._captured = recorder, 0, captured
         # Called with each layer's rows before they are computed, but not by a replayed graph.
         self.observer: Callable[[int, Dispatched], None] | None = None
-        self._expert_bytes, self._source, self._all_on_host = form.blob_bytes, source, host_store == "all"
+        self._form, self._source, self._all_on_host = form, source, host_store == "all"
         self._loaded = False
         self._slots = backend.expert_slots(num_slots=self.num_slots + self._num_passing, form=form)
         self._residency: ExpertResidency | None = None
@@ -174,6 +174,11 @@ class ExpertCache:
         return self.all_resident and (self._recorder is None or self._captured) and self.observer is None
 
     @property
+    def joins_shared(self) -> bool:
+        """Whether a kernel that chooses may also compute a shared expert. Those over codes may not."""
+        return not self._form.gate_up.tiled
+
+    @property
     def wants_choices(self) -> bool:
         """Whether the caller must `record` each step."""
         return self._recorder is not None and self._captured
@@ -199,14 +204,14 @@ class ExpertCache:
         if self._residency is None:
             for slot, (layer, expert) in enumerate(self._policy.resident):
                 self._fill(slot, layer, self._owned[self._index[layer]][expert])
-                done(self._expert_bytes)
+                done(self._form.blob_bytes)
         else:
             for i, layer in enumerate(self._layers):
                 for local, expert in enumerate(self._owned[i]):
                     self._residency.put(i, local, self._filling(layer, expert))
-                    done(self._expert_bytes)
+                    done(self._form.blob_bytes)
             self.stats.bytes_copied += self._residency.start()
-            self._slot_bytes = self._expert_bytes
+            self._slot_bytes = self._form.blob_bytes
         self._loaded = True
 
     def begin_step(self, step: int) -> None:
@@ -285,7 +290,7 @@ class ExpertCache:
         if self.all_resident and owned != self._owned:
             for layer, expert in change.missing(self._residents(), self._layers):
                 change.packed[layer, expert] = slots.pack(self._filling(layer, expert))
-                written += self._expert_bytes
+                written += self._form.blob_bytes
         self._change = change
         return written
 
@@ -307,7 +312,7 @@ class ExpertCache:
         order: list[Any] = [places[key] for key in resident]
         for key in missing:
             order.append(change.packed.get(key) or slots.pack(self._filling(*key)))
-        self.stats.bytes_copied += len(missing) * self._expert_bytes
+        self.stats.bytes_copied += len(missing) * self._form.blob_bytes
         self._owned = owned
         index = [{expert: i for i, expert in enumerate(each)} for each in owned]
         local = [(layer, index[self._index[layer]][expert]) for layer, expert in (*resident, *missing)]
@@ -348,7 +353,7 @@ class ExpertCache:
         slots = self._slots
         assert isinstance(slots, MovableSlots), "the slots of this backend are its `regions`"
         slots.rearrange([None] * (self.num_slots + self._num_passing))
-        return self.num_slots * self._expert_bytes
+        return self.num_slots * self._form.blob_bytes
 
     def refill(self) -> None:
         """Fill the slots with the experts that they had, from the store. Tensors of all experts were kept outside.
@@ -424,7 +429,7 @@ class ExpertCache:
     def _fill(self, slot: int, layer: int, expert: int) -> None:
         """Copy a global expert into a slot."""
         self._slots.write(slot, self._filling(layer, expert))
-        self.stats.bytes_copied += self._expert_bytes
+        self.stats.bytes_copied += self._form.blob_bytes
 
     def _table(self, wave: list[Placed], num_experts: int) -> Any:
         """Return the table of these experts' slots, -1 for all others of the layer."""

@@ -39,6 +39,10 @@ class Experts(Protocol):
         """Whether the expert kernel may choose the experts of a single row, so that no one knows them before."""
 
     @property
+    def joins_shared(self) -> bool:
+        """Whether a kernel that chooses may also compute a shared expert."""
+
+    @property
     def all_resident(self) -> bool:
         """Whether every expert has a slot. Otherwise the host may wait for prompt rows to learn which experts they
         need."""
@@ -89,7 +93,7 @@ class Moe:
                 dtype=dtype,
                 table=gate_table,
                 shared_gate=shared_gate,
-                shared=weights,
+                shared=weights if experts.joins_shared else None,
                 limit=limit,
             )
         )
