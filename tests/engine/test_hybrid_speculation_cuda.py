@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
-from tests.engine.test_hybrid_speculation import FAMILIES, requests, write
+from tests.engine.test_hybrid_speculation import FAMILIES, drafts_of, requests, write
 from tests.engine.test_speculation_cuda import runner, same
 from tests.rank import Rank, Reply
 
@@ -25,14 +25,14 @@ def _device() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=(*FAMILIES, "deepseek_v4"))
+@pytest.fixture(scope="module", params=(*FAMILIES, "deepseek_v4", "dspark"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("hybrid"), request.param)
 
 
 @pytest.fixture(scope="module")
 def drafting(model: Path) -> Iterator[Rank]:
-    with load(model, speculate="mtp", draft_tokens=3) as rank:
+    with load(model, **drafts_of(model)) as rank:
         yield rank
 
 

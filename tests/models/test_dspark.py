@@ -327,7 +327,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown layer": ({"dspark_target_layer_ids": [1, 4]}, r"is \[1, 4\], expected .* below 4"),
     "outside the vocabulary": ({"dspark_noise_token_id": VOCAB_SIZE}, "dspark_noise_token_id is"),
     "no rank": ({"dspark_markov_rank": 0}, "dspark_markov_rank is 0, expected an integer from 1"),
-    "no block": ({"dspark_block_size": 0}, "dspark_block_size is 0, expected an integer from 1 to 64"),
+    "no block": ({"dspark_block_size": 0}, "dspark_block_size is 0, expected an integer from 1 to 16"),
 }
 
 

@@ -91,14 +91,11 @@ def _with_drafts(config: EngineConfig, model: ModelConfig) -> ModelConfig:
         if block is not None:
             raise ValueError("the drafter of this model is DSpark, use --speculate dspark")
         raise ValueError("this model has no drafter DSpark (config.json: dspark_block_size)")
-    if block is not None:
-        if config.device != "cpu":
-            raise ValueError(f"DSpark runs on a CPU only so far, --device is {config.device}")
-        if (rows := config.max_num_seqs * block.size) > config.max_batch_tokens:
-            raise ValueError(
-                f"--max-num-seqs {config.max_num_seqs} with blocks of {block.size} drafts needs {rows} rows of a step, "
-                f"--max-batch-tokens is {config.max_batch_tokens}"
-            )
+    if block is not None and (rows := config.max_num_seqs * block.size) > config.max_batch_tokens:
+        raise ValueError(
+            f"--max-num-seqs {config.max_num_seqs} with blocks of {block.size} drafts needs {rows} rows of a step, "
+            f"--max-batch-tokens is {config.max_batch_tokens}"
+        )
     return model.with_drafts()
 
 

@@ -96,10 +96,22 @@ class BlockSpeculation:
     """Makes drafts with `drafter` for `model`, as `Speculation`. No block ends behind the model's last position."""
 
     def __init__(
-        self, drafter: BlockDrafter, *, config: ModelConfig, backend: Backend, exchange: Exchange, block: BlockDrafts
+        self,
+        drafter: BlockDrafter,
+        *,
+        model: Decoder,
+        config: ModelConfig,
+        backend: Backend,
+        exchange: Exchange,
+        max_sequences: int | None,
     ) -> None:
-        self.drafter, self._backend, self._exchange, self._block = drafter, backend, exchange, block
+        self.drafter, self._model, self._backend, self._exchange = drafter, model, backend, exchange
+        self._block, self._max_sequences = drafter.block, max_sequences
         self._eos_token_ids, self._max_position = config.eos_token_ids, config.max_position
+
+    def warm(self, plan: StepPlan) -> None:
+        """Launch the model over prompts, and the store of their keys."""
+        self.drafter.store(self._model.hidden(plan), plan)
 
     def draft(
         self,
@@ -118,8 +130,7 @@ class BlockSpeculation:
         if not num_passes:
             return
         going = [t for t in tails if t.wants(1, self._backend.page_size) and t.end + size <= self._max_position]
-        # A sequence with a block has one row of the step or more.
-        self._exchange.steps.set_rows(PeerRows(most_rows * size))
+        self._exchange.steps.set_rows(block_rows(most_rows, self._block, max_sequences=self._max_sequences))
         x = self.drafter.forward(self._backend.plan(Step(decode=tuple(tail.block(self._block) for tail in going))))
         self._exchange.steps.drain()
         if going:
@@ -136,6 +147,14 @@ class BlockSpeculation:
             before = torch.tensor([going[i].last for i in kept], dtype=torch.int64)
             biased = _rows(logits[:, number - 1], kept) + self.drafter.bias(to_device(before, x.device))
             _extend([going[i] for i in kept], biased, self._backend, self._eos_token_ids)
+
+
+def block_rows(most: int, block: BlockDrafts, *, max_sequences: int | None) -> PeerRows:
+    """Return the rows of a pass over blocks, if ranks bring up to `most` rows and `max_sequences` sequences to the step.
+
+    A sequence with a block has one row of the step or more.
+    """
+    return PeerRows((most if max_sequences is None else min(most, max_sequences)) * block.size)
 
 
 def _extend(tails: "Sequence[Tail]", logits: torch.Tensor, backend: Backend, eos_token_ids: tuple[int, ...]) -> None:
