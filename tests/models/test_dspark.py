@@ -1,11 +1,13 @@
 """DSpark, the drafter of DeepSeek-V4's later releases, against its definition in plain torch; its settings and answers.
 
-test_hybrid_speculation.py has more options of requests, and e2e/test_one_answer.py several ranks.
+Some tests also run the steps of a GPU over the kernels' references (engine/captured_on_cpu.py). More options of requests
+are in engine/test_hybrid_speculation.py and test_hybrid_speculation_cuda.py, several ranks in e2e/test_one_answer.py.
 """
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import VOCAB_SIZE, add_v4_drafts, edit_config, edit_tensors, make_checkpoint, publish_v4
+from tests.engine.captured_on_cpu import GPU, gpu_steps
 from tests.models.test_deepseek_v4 import publish_codes
-from tests.rank import Rank
+from tests.rank import Rank, Reply
 
 from moeyard_worker.checkpoint.check import DRAFT_LAYER
 from moeyard_worker.checkpoint.converting import dequantized
@@ -26,6 +29,7 @@ from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.engine.assembly.local import local_runner
 from moeyard_worker.engine.assembly.verify import reference_model
 from moeyard_worker.engine.steps.drafting import BlockSpeculation
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import SamplingParams
@@ -200,7 +204,25 @@ DRAFTING: dict[str, Any] = {"speculate": "dspark", "draft_tokens": 5}
 LIMITS: dict[str, Any] = {"max_num_seqs": 5, "prefill_chunk": 128, "max_batch_tokens": 160}
 
 
-def test_all_drafts_are_right_where_the_bias_is_the_model(tmp_path: Path) -> None:
+ON_CPU = pytest.mark.skipif(GPU, reason="its steps would run on the GPU, in bfloat16")
+STEPS = pytest.mark.parametrize(
+    "steps", ["cpu", pytest.param("graphs", marks=ON_CPU), pytest.param("launches", marks=ON_CPU)]
+)
+
+
+@contextmanager
+def drafting(directory: Path, steps: str) -> Iterator[Rank]:
+    """Load a rank that drafts, with the steps of a CPU, or with those of a GPU: captured, or launched."""
+    with nullcontext() if steps == "cpu" else gpu_steps(), Rank(directory, **DRAFTING, **LIMITS) as rank:
+        if isinstance(rank.worker.runner, GpuRunner):
+            rank.worker.runner.eager = steps == "launches"
+        yield rank
+        if isinstance(rank.worker.runner, GpuRunner):
+            assert (rank.worker.runner.num_replayed > 0) == (steps == "graphs")
+
+
+@STEPS
+def test_all_drafts_are_right_where_the_bias_is_the_model(tmp_path: Path, steps: str) -> None:
     """The layers add nothing, so the last token decides. The bias is the model's logits, and outweighs noise tokens."""
     directory = publish_v4(make_checkpoint(tmp_path, "deepseek_v4", seed=4))
     add_v4_drafts(directory, dspark=True, scale=0.0)
@@ -208,23 +230,35 @@ def test_all_drafts_are_right_where_the_bias_is_the_model(tmp_path: Path) -> Non
     bias = {"w1": rms(tensors["embed.weight"]) * tensors["norm.weight"], "w2": 1e4 * tensors["head.weight"]}
     edit_tensors(directory, add={f"mtp.1.markov_head.markov_{name}.weight": x for name, x in bias.items()})
     requests = asked((1, 5, 127, 128, 200))
-    with Rank(directory, **LIMITS) as plain, Rank(directory, **DRAFTING, **LIMITS) as rank:
+    with Rank(directory, **LIMITS) as plain, drafting(directory, steps) as rank:
         for name, request in requests.items():
-            found, stats = rank.run({name: request})
-            assert found == plain.run({name: request})[0], name
+            found, stats = rank.run({name: request}, max_in_flight=1)
+            same(found, plain.run({name: request})[0], steps)
             # Steps of 1, 6, 6, 6, 6 and 5 tokens. Behind a step with the whole prompt: 1, 2, 6, 6, 6, 6, 3.
             expected = [6, 5, 4, 4, 4] if len(request[0]) <= LIMITS["prefill_chunk"] else [5, 5, 5, 5, 4]
             assert stats.drafts == stats.accepted == expected, name
 
 
-def test_drafts_of_the_engine_match_the_definition(dspark: Path, random: Path) -> None:
+def same(answers: dict[str, Reply], expected: dict[str, Reply], steps: str) -> None:
+    """Compare all bits on a CPU. Sums of a GPU's references may depend on the number of rows."""
+    if steps == "cpu":
+        assert answers == expected
+        return
+    for name, answer in answers.items():
+        assert answer.token_ids == expected[name].token_ids, name
+        found, wanted = (torch.tensor([entry.logprob for entry in each[name].logprobs]) for each in (answers, expected))
+        assert torch.allclose(found, wanted, atol=1e-4), name
+
+
+@STEPS
+def test_drafts_of_the_engine_match_the_definition(dspark: Path, random: Path, steps: str) -> None:
     """Known prefixes, chunks, neighbours, and drafts that were refused or kept before."""
-    assert check_drafts(dspark).accepted[1] > 0
-    stats = check_drafts(random)
+    assert check_drafts(dspark, steps).accepted[1] > 0
+    stats = check_drafts(random, steps)
     assert 0 < stats.accepted[0] < 0.5 * stats.drafts[0]
 
 
-def check_drafts(directory: Path) -> SchedulerStats:
+def check_drafts(directory: Path, steps: str) -> SchedulerStats:
     definition, whole = Definition(directory), reference_model(directory, "deepseek_v4", dtype=torch.float32)
     streams: dict[int, torch.Tensor] = {}
     for i in READ:
@@ -233,8 +267,8 @@ def check_drafts(directory: Path) -> SchedulerStats:
     # The third has the prefix of the first, which runs alone before the others.
     requests["behind"] = ([*requests["140"][0], 9, 9], requests["140"][1])
     made: list[tuple[list[int], tuple[int, ...]]] = []
-    with Rank(directory, **DRAFTING, **LIMITS) as rank:
-        launch = rank.worker.runner.launch
+    with drafting(directory, steps) as rank:
+        launch: Any = rank.worker.runner.launch
 
         def spy(step: Step, asking: Sequence[Request], **options: Any) -> Any:
             launched = launch(step, asking, **options)
@@ -244,7 +278,7 @@ def check_drafts(directory: Path) -> SchedulerStats:
 
         rank.worker.runner.launch = spy  # type: ignore[method-assign]
         # Some steps draft less or nothing.
-        _, stats = rank.run(requests, lambda number, wanted: min(wanted, number % 4 * 2))
+        _, stats = rank.run(requests, lambda number, wanted: min(wanted, number % 4 * 2), max_in_flight=1)
     assert stats.prefix_hit_tokens == 128
     assert {len(drafts) for _, drafts in made} >= {0, 1, 2, 4, 5}
     with torch.inference_mode():
@@ -258,15 +292,16 @@ def check_drafts(directory: Path) -> SchedulerStats:
     return stats
 
 
-def test_blocks_end_at_the_last_position(dspark: Path) -> None:
+@STEPS
+def test_blocks_end_at_the_last_position(dspark: Path, steps: str) -> None:
     last = load_model_config(dspark).max_position
     requests = {
         name: (ids, replace(params, max_tokens=last - len(ids)))
         for name, (ids, params) in asked((last - 29, last - 15, last - 5)).items()
     }
-    with Rank(dspark, **LIMITS) as plain, Rank(dspark, **DRAFTING, **LIMITS) as rank:
+    with Rank(dspark, **LIMITS) as plain, drafting(dspark, steps) as rank:
         found, stats = rank.run(requests)
-        assert found == plain.run(requests)[0]
+        same(found, plain.run(requests)[0], steps)
     assert [len(found[name].token_ids) for name in requests] == [29, 15, 5]
     assert stats.accepted[0] > 0
 
@@ -346,8 +381,6 @@ def test_refusals(dspark: Path, tmp_path: Path) -> None:
         ValueError, match=r"--speculate mtp: .*: the drafter of this model is DSpark, use --speculate ds"
     ):
         served_model(EngineConfig(model_path=str(dspark), speculate="mtp"))
-    with pytest.raises(ValueError, match=r"--speculate dspark: .*: DSpark runs on a CPU only so far, --device is cuda"):
-        served_model(EngineConfig(**drafts, device="cuda"))
     with pytest.raises(ValueError, match="blocks of 5 drafts needs 160 rows of a step, --max-batch-tokens is 128"):
         served_model(EngineConfig(**{**drafts, "draft_tokens": 1}, max_num_seqs=32, max_batch_tokens=128))
     april = publish_v4(make_checkpoint(tmp_path, "deepseek_v4"))

@@ -121,7 +121,7 @@ class StepPrograms:
             parts[ACCEPT] = partial(self._accept, step)
             for drawn, number in product((False, True), range(1, 1 + self.num_passes)):
                 if self._blocks is not None:
-                    make = partial(self._all, step, drawn)
+                    make = partial(self._draft_block, step, drawn)
                 else:
                     first = partial(self._first, step, drawn)
                     make = first if number == 1 else partial(self._more, step, drawn, number)
@@ -155,7 +155,7 @@ class StepPrograms:
         if self._blocks is None:
             self._pass(step, step.inputs.token_ids)
         else:
-            self._block(step, step.inputs)
+            self._block_pass(step, step.inputs)
 
     def _pass(self, step: StepState, token_ids: torch.Tensor) -> torch.Tensor:
         """Run the drafting layer over the model's states; token_ids [num_rows] are the tokens after the rows."""
@@ -196,20 +196,22 @@ class StepPrograms:
         ids: torch.Tensor = self._backend.sample(logits, **arguments).ids
         return ids
 
-    def _all(self, step: StepState, drawn: bool) -> None:
-        """Make all drafts from a block of rows per sequence. A block that does not fit gives drafts of token 0."""
+    def _draft_block(self, step: StepState, drawn: bool) -> None:
+        """Make all drafts from a block of rows per sequence. A block that does not fit leaves drafts of token 0, as do
+        drafts beyond a block."""
         assert self._blocks is not None, "drafts need a drafter of blocks"
         block, state = self._blocks.block, self.tails.state[: step.inputs.size.sequences]
         end = step.verified.start + self._accept(step)
         plan, fits = step.verified.block_rows(end, size=block.size, noise_token=block.noise_token)
-        x = self._block(step, plan).view(len(end), block.size, -1)[:, : self._num_drafts]
-        logits, token = self._blocks.head(x.flatten(0, 1)).view(len(end), self._num_drafts, -1), state[:, 1]
-        for number in range(1, 1 + self._num_drafts):
+        count = min(self._num_drafts, block.size)
+        x = self._block_pass(step, plan).view(len(end), block.size, -1)[:, :count].flatten(0, 1)
+        logits, token = self._blocks.head(x).view(len(end), count, -1), state[:, 1]
+        for number in range(1, 1 + count):
             biased = logits[:, number - 1].float() + self._blocks.bias(token)
             token = torch.where(fits, self._token(step, drawn, end + number, biased), 0)
             state[:, 1 + number] = token
 
-    def _block(self, step: StepState, plan: StepPlan) -> torch.Tensor:
+    def _block_pass(self, step: StepState, plan: StepPlan) -> torch.Tensor:
         """Run the drafter's layers over a plan of blocks."""
         assert self._blocks is not None, "drafts need a drafter of blocks"
         rows = block_rows(step.inputs.size.peers, self._blocks.block, max_sequences=self._max_sequences)
