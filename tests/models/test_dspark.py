@@ -1,7 +1,8 @@
 """DSpark, the drafter of DeepSeek-V4's later releases, against its definition in plain torch; its settings and answers.
 
-Some tests also run the steps of a GPU over the kernels' references (engine/captured_on_cpu.py). More options of requests
-are in engine/test_hybrid_speculation.py and test_hybrid_speculation_cuda.py, several ranks in e2e/test_one_answer.py.
+Some tests also run the steps of a GPU over the kernels' references (engine/captured_on_cpu.py). More options of
+requests are in engine/test_hybrid_speculation.py and test_hybrid_speculation_cuda.py. Several ranks are in
+engine/test_peer_drafts.py and e2e/test_one_answer.py.
 """
 
 import json

@@ -62,6 +62,10 @@ def shape_config(name: str, num_layers: int | None = None, quantization: str | N
         config["num_hidden_layers"] = num_layers
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][:num_layers]
+        if "dspark_target_layer_ids" in config:
+            # The drafter reads the last layers, and has as many of its own.
+            read = len(config["dspark_target_layer_ids"])
+            config["dspark_target_layer_ids"] = list(range(max(0, num_layers - read), num_layers))
     if quantization is not None:
         config |= {"quantization_config": quantization_config(quantization), "dtype": "bfloat16"}
     return config

@@ -150,7 +150,7 @@ class BlockSpeculation:
 
 
 def block_rows(most: int, block: BlockDrafts, *, max_sequences: int | None) -> PeerRows:
-    """Return the rows of a pass over blocks, if ranks bring up to `most` rows and `max_sequences` sequences to the step.
+    """Return the rows of a pass over blocks. Ranks bring up to `most` rows and `max_sequences` sequences to the step.
 
     A sequence with a block has one row of the step or more.
     """

@@ -2,8 +2,8 @@
 
 A step without drafts has one part: the model over all rows and the argmax of the logits. A step that verifies drafts
 has more parts. One counts the accepted tokens. One runs the multi-token prediction layer over the same rows, each with
-the token after it. Every further draft is a pass over one row per sequence. With DSpark the model's part also stores the
-keys of its rows, and one part makes all drafts in one pass. The state that the next step begins with stays on the
+the token after it. Every further draft is a pass over one row per sequence. With DSpark the model's part also stores
+the keys of its rows, and one part makes all drafts in one pass. The state that the next step begins with stays on the
 device (`tails`). In a model that drafts, a prompt step ends with its logits; the host chooses the tokens and makes the
 drafts.
 

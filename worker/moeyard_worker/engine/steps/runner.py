@@ -64,8 +64,8 @@ class Runner:
     """A model with its dense weights and state on one rank.
 
     `load` gives the dense weights; `experts` computes the rows that the exchange delivers. The runner owns both.
-    `routing` receives the experts that rows choose, if requests may want them. `max_sequences` bounds the sequences of a
-    step, if an exchange has room for so many only.
+    `routing` receives the experts that rows choose, if requests may want them. `max_sequences` bounds the sequences of
+    a step (None: its rows do).
     """
 
     model: Decoder
