@@ -31,13 +31,12 @@ class CudaBlockAttend:
             _, keys = self._rotated(kv[:first, :0], kv[:first], cos[:first], sin[:first])
             ops.keep_last(keys, layer.recent, tables=plan.compressed_prompts)
         for wave in plan.outputs:
-            if wave.at is None:
-                self._rotated(kv[first:, :0], kv[first:], cos[first:], sin[first:], wave.rows)
-                continue
-            some = kv.index_select(0, first + wave.at)
-            # One table of both keeps their strides equal.
-            angles = torch.cat((cos, sin), 1).index_select(0, first + wave.at).chunk(2, 1)
-            self._rotated(some[:, :0], some, *angles, wave.rows)
+            parts = kv[first:], cos[first:], sin[first:]
+            if wave.at is not None:
+                # One table of both keeps their strides equal.
+                its_cos, its_sin = torch.cat(parts[1:], 1).index_select(0, wave.at).chunk(2, 1)
+                parts = parts[0].index_select(0, wave.at), its_cos, its_sin
+            self._rotated(parts[0][:, :0], *parts, wave.rows)
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
         layer, num_rows = self._layer, plan.num_rows

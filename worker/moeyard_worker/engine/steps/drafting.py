@@ -13,6 +13,7 @@ then chooses the same token, so drafts cannot change an answer.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,8 +111,17 @@ class BlockSpeculation:
         self._eos_token_ids, self._max_position = config.eos_token_ids, config.max_position
 
     def warm(self, plan: StepPlan) -> None:
-        """Launch the model over prompts, and the store of their keys."""
+        """Launch the model over prompts, the store of their keys, and a block behind none. The first slot is empty."""
         self.drafter.store(self._model.hidden(plan), plan)
+        size, token = self._block.size, self._block.noise_token
+        ids, pages = (token,) * size, (0,) * size
+        chunk = Chunk(key=(b"", ""), start=0, token_ids=ids, pages=pages, prompt=False, num_sampled=0, state_slot=0)
+        block: Any = self._backend.plan(Step(decode=(chunk,)))
+        # Gates do not count rows without an entry.
+        block.entries.fill_(-1)
+        self._exchange.steps.set_rows(PeerRows(size))
+        self.drafter.head(self.drafter.forward(block))
+        self.drafter.bias(block.token_ids[:1])
 
     def draft(
         self,
