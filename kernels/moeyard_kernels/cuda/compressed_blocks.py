@@ -49,7 +49,8 @@ class CudaBlockAttend:
         queries, _ = self._rotated(q, kv, cos, sin, rows)
         ends = rows.positions.view(-1, size)[:, -1:].expand(-1, size).flatten().contiguous()
         turns = replace(rows, positions=ends).turns(_BYTES * layer.num_heads * (layer.head_dim + 1))
-        mixed = torch.cat([self._attended(queries[part], cos[part], sin[part], some) for part, some in turns])
+        parts = [self._attended(queries[part], cos[part], sin[part], some) for part, some in turns]
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         out = ops.head_linear(mixed.view(num_rows, groups, -1), layer.o_a, static_weight=True)
         return out.flatten(1)
 
