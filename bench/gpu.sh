@@ -11,6 +11,7 @@
 #     hybrids snapkv drafts delta fla  figures of linear attention, SnapKV, verify steps; chunk prefill, also against fla
 #     packed v4 v4_whole               products over codes and one answer with them; DeepSeek-V4-Flash: equality, its
 #                                      kernels, 22 layers; the whole model on one GPU with its host's memory
+#     dspark                           DeepSeek-V4's drafter: kernels, definition, captured and launched steps; times
 #     newer                            products of few rows in the form for Triton 3.8 and later: equality, and times
 #     arrivals                         TTFT of prompts that arrive while others decode, by the planning of steps
 #     launches gaps                    time of each launch of steps and prompts; time between two steps
@@ -190,6 +191,16 @@ v4() {
   ops v4_pairs 60 attend_entries
   engine v4_layers 250 --shape DeepSeek-V4-Flash --layers 22 --quantization fp4 --streams 1 8 64 --prefill 1x8192 \
     --json "$OUT/v4_layers.json"
+}
+dspark() {
+  tests dspark_kernels 150 tests/kernels/test_compressed_blocks.py tests/kernels/test_compressed_attention.py \
+    -k "block or keys_without" &
+  tests dspark_definition 150 tests/models/test_dspark.py -k "gpu or mean" &
+  tests dspark_steps 240 tests/engine/test_hybrid_speculation_cuda.py -k dspark &
+  tests dspark_answer 240 tests/gpu/test_one_answer.py -k blocks &
+  wait
+  step verify_dspark 250 python3 bench/verify_steps.py --model DeepSeek-V4-Flash-0731:6 --quantization fp4 --streams 1 8 \
+    --no-prompts
 }
 # 147 GB of experts: most have slots, the others are in host memory.
 v4_whole() {

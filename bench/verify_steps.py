@@ -1,11 +1,12 @@
 """The cost of a step that verifies k drafts of each sequence, relative to a plain step on a GPU, and of drafting.
 
     python bench/verify_steps.py [--model Qwen3-30B-A3B:48 DeepSeek-V3:6 Kimi-K2:4] [--streams 1 8 64] [--device cuda]
+    python bench/verify_steps.py --model DeepSeek-V4-Flash-0731:6 --quantization fp4
 
 It replays graphs like a `GpuRunner`: k + 1 rows per sequence of random tokens behind 128 others, greedy. With
 --no-prompts they are behind 128 positions of zeros, which saves the compilation of the prompts' kernels. If the
-architecture has an MTP layer, its passes are timed too. The break-even acceptance of k drafts is the q with 1 + q + ..
-+ q^k = the ratio. If q is above 1, drafts never pay.
+architecture has an MTP layer or DSpark, its passes are timed too. DSpark makes five drafts, however many are verified.
+The break-even acceptance of k drafts is the q with 1 + q + .. + q^k = the ratio. If q is above 1, drafts never pay.
 """
 
 import argparse
@@ -29,24 +30,28 @@ from moeyard_worker.engine.sampling.step_sampler import StepSampler
 from moeyard_worker.engine.steps.graphs import StepGraphs
 from moeyard_worker.engine.steps.programs import MODEL, StepProgram, StepPrograms, StepState, draft_part
 from moeyard_worker.engine.steps.runner import Runner
-from moeyard_worker.models.shapes import shape_model
+from moeyard_worker.models.shapes import QUANTIZATIONS, shape_model
 from moeyard_worker.scheduling.step import Chunk, Step
 
 CONTEXT, DRAFTS = 128, 3
 FILLS, REPLAYS = 4, 6
 
 
-def load(shape: str, layers: int, streams: int, device: str) -> tuple[Worker, Runner, bool]:
-    """Return a worker that captures nothing by itself, its model, and whether the model drafts."""
-    drafts = shape_model(shape).num_mtp_layers > 0
-    assert drafts or not shape_model(shape).has_slots, "state slots for drafts need an MTP layer"
-    fields = {"speculate": "mtp", "draft_tokens": DRAFTS} if drafts else {}
-    return *stored_configs.load(shape, layers, streams, 4, device, **fields), drafts
+def load(args: argparse.Namespace, shape: str, layers: int) -> tuple[Worker, Runner, int, bool]:
+    """Return a worker that captures nothing by itself, its model, the most drafts, and whether the model makes them."""
+    model = shape_model(shape)
+    makes = model.num_mtp_layers > 0
+    assert makes or not model.has_slots, "state slots for drafts need a drafter"
+    kind, drafts = ("mtp", DRAFTS) if model.block_drafts is None else ("dspark", model.block_drafts.size)
+    fields: dict[str, Any] = {"speculate": kind, "draft_tokens": drafts} if makes else {}
+    if args.quantization is not None:
+        fields["quantization"] = args.quantization
+    return *stored_configs.load(shape, layers, max(args.streams), 4, args.device, **fields), drafts, makes
 
 
 def chunk(runner: Runner, stream: int, **fields: Any) -> Chunk:
     """Return rows of a stream, which has its own slots if the model keeps state per sequence."""
-    ring = 1 + DRAFTS
+    ring = runner.config.state_spec(1).slots_per_sequence(DRAFTS)
     slot = stream * ring if runner.config.has_slots else -1
     return Chunk(key=(b"", str(stream)), state_slot=slot, state_ring=ring, **fields)
 
@@ -120,48 +125,49 @@ def breaks_even(ratio: float, drafts: int) -> float:
 
 
 @torch.inference_mode()
-def measure(shape: str, layers: int, streams: list[int], device: str, *, computed: bool = True) -> None:
+def measure(args: argparse.Namespace, shape: str, layers: int) -> None:
     """Print a line for each number of streams and drafts."""
-    chance = random.Random(5)
-    worker, runner, drafts = load(shape, layers, max(streams), device)
+    chance, streams = random.Random(5), args.streams
+    worker, runner, most, makes = load(args, shape, layers)
     backend = runner.backend
     assert isinstance(backend, CudaBackend)
-    pages = prompts(runner, max(streams), chance, computed=computed)
+    pages = prompts(runner, max(streams), chance, computed=not args.no_prompts)
     sampler = StepSampler(
         backend,
-        max_rows=max(streams) * (1 + DRAFTS),
+        max_rows=max(streams) * (1 + most),
         max_requests=0,
         vocab=runner.config.vocab_size,
         eos_token_ids=(),
         verifies=True,
     )
     programs = StepPrograms(
-        runner, backend, sampler, max_sequences=max(streams), num_drafts=DRAFTS if drafts else 0, max_prompt=0
+        runner, backend, sampler, max_sequences=max(streams), num_drafts=most if makes else 0, max_prompt=0
     )
-    tails = backend.tails(max_sequences=max(streams), num_drafts=DRAFTS, limit=4 * PAGE)
+    tails = backend.tails(max_sequences=max(streams), num_drafts=most, limit=4 * PAGE)
 
     def program(size: StepSize) -> StepProgram:
-        if drafts:
+        if makes:
             return programs(size)
         step = StepState(backend.step_inputs(size, sampler.last_ids, tails))
         return StepProgram(step, {MODEL: partial(programs.run_model, step)})
 
     graphs = StepGraphs(program, runner.exchange, backend)
-    graphs.prepare(StepSize(sequences=count, queries=1 + k, width=4) for count in streams for k in range(DRAFTS + 1))
+    graphs.prepare(StepSize(sequences=count, queries=1 + k, width=4) for count in streams for k in range(most + 1))
 
     for count in streams:
         plain = 0.0
-        for k in range(DRAFTS + 1):
+        for k in range(most + 1):
             step = graphs.step(StepSize(sequences=count, queries=1 + k, width=4))
             inputs, replay = step.inputs, step.graphs[MODEL].replay
             refill = partial(fill, inputs, pages, runner, chance)
             alone = milliseconds(replay, refill)
             plain = plain or alone
-            line = f"{shape:16} {layers:3} layers {count:3} streams {k} drafts: verify {alone:7.3f} ms"
+            line = f"{shape:22} {layers:3} layers {count:3} streams {k} drafts: verify {alone:7.3f} ms"
             if k:
                 line += f", {alone / plain:.3f} of plain, breaks even at {breaks_even(alone / plain, k):.0%}"
-            if k and drafts:
-                parts = [MODEL, *(draft_part(False, number) for number in range(1, k + 1))]
+            if k and makes:
+                passes = range(1, 1 + min(k, programs.num_passes))
+                parts = [MODEL, *(draft_part(False, number) for number in passes)]
                 both = milliseconds(partial(_all, [step.graphs[part].replay for part in parts]), refill)
                 even = breaks_even(both / plain, k)
                 line += f"; with drafting {both:7.3f} ms, {both / plain:.3f}, breaks even at {even:.0%}"
@@ -179,6 +185,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("--model", nargs="+", default=["Qwen3-30B-A3B:48", "DeepSeek-V3:6", "Kimi-K2:4"])
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--quantization", choices=QUANTIZATIONS)
     parser.add_argument("--no-prompts", action="store_true")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
@@ -186,7 +193,7 @@ def main() -> int:
     for model in args.model:
         shape, layers = model.split(":")
         begun = time.perf_counter()
-        measure(shape, int(layers), args.streams, args.device, computed=not args.no_prompts)
+        measure(args, shape, int(layers))
         print(f"in {time.perf_counter() - begun:.0f} s", flush=True)
         torch.cuda.empty_cache()
     return 0

@@ -32,6 +32,8 @@ OPS: tuple[str, ...] = (
 )
 
 RING, EPS = WINDOW + SPARE, 1e-6
+# Rows of a block of DSpark.
+BLOCK = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +52,7 @@ class Layer:
     compressed: torch.Tensor | None
     pending: torch.Tensor | None
     poolings: tuple[Pooling, ...]
+    window: int = WINDOW
 
     @property
     def granule(self) -> int:
@@ -66,7 +69,7 @@ class Layer:
             self.cos,
             self.sin,
             self.recent,
-            heads=HEADS,
+            heads=min(HEADS, self.q.shape[1] // DIM),
             index_heads=INDEX_HEADS if self.ratio == 4 else 0,
             eps=EPS,
             compressed=self.compressed,
@@ -103,7 +106,7 @@ class Layer:
             self.cos,
             self.sin,
             rows=self.rows,
-            window=WINDOW,
+            window=self.window,
             ratio=self.ratio,
             granule=self.granule,
             top_k=TOP_K if self.ratio == 4 else 0,
@@ -248,6 +251,22 @@ def cases() -> Iterator[Case]:
         (0, 300, 8),
     ):
         yield from _of_layer(ratio, context, count)
+    for count in (1, 64):
+        yield from _of_blocks(count)
+
+
+def _of_blocks(count: int) -> Iterator[Case]:
+    """Yield the launches of DSpark for `count` sequences: keys that are stored alone, and blocks behind them."""
+    layer = make(0, [300] * (BLOCK * count))
+    rows = replace(layer.rows, slots=layer.rows.slots[:count], page_table=layer.rows.page_table[:count])
+    layer = replace(layer, rows=rows, window=WINDOW + BLOCK)
+    keys, queries = replace(layer, q=layer.q[:, :0]), layer.rotate()[0]
+    case, shape = partial(Case, prove=partial(prove, 0)), f"T{BLOCK * count} blocks of {BLOCK}"
+    yield case(
+        op="compressed_rotate", shape=f"{shape}, keys", run=partial(Layer.rotate, keys), num_bytes=3 * layer.kv.nbytes
+    )
+    moved = 2 * queries.nbytes + 2 * DIM * count * layer.window
+    yield case(op="compressed_decode", shape=shape, run=partial(Layer.decode, layer, queries, None), num_bytes=moved)
 
 
 def _of_layer(ratio: int, context: int, count: int) -> Iterator[Case]:

@@ -102,8 +102,9 @@ class BlockAttend(Protocol):
         """Rotate and store keys kv [num_rows, D], normalised, of all rows of a step."""
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, plan: Opaque) -> torch.Tensor:
-        """q [num_rows, Hq D], kv [num_rows, D] normalised -> [num_rows, G R]. All chunks of the plan have equally many
-        rows. Each row sees all rows of its chunk, and the stored keys of the `window` positions before the chunk."""
+        """q [num_rows, Hq D], kv [num_rows, D] normalised -> [num_rows, G R]. All chunks of the plan have `block` rows.
+        Each row sees all rows of its chunk, and the stored keys of the `window` positions before the chunk. Keys of the
+        chunk's positions are undefined afterwards."""
 
 
 class HyperSite(Protocol):

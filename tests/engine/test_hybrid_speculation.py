@@ -71,14 +71,18 @@ def expected(model: Path) -> dict[str, Reply]:
         return {name: rank.run({name: request})[0][name] for name, request in requests().items()}
 
 
+def drafts_of(model: Path) -> dict[str, Any]:
+    """Return the options that make as many drafts per token as the checkpoint's drafter can."""
+    dspark = "dspark_block_size" in json.loads((model / "config.json").read_text())
+    return {"speculate": "dspark", "draft_tokens": 5} if dspark else {"speculate": "mtp", "draft_tokens": 3}
+
+
 LIMITS: dict[str, Any] = {"max_num_seqs": 5, "prefill_chunk": 128, "max_batch_tokens": 160}
 
 
 @pytest.fixture(scope="module")
 def drafting(model: Path) -> Iterator[Rank]:
-    dspark = "dspark_block_size" in json.loads((model / "config.json").read_text())
-    drafts = {"speculate": "dspark", "draft_tokens": 5} if dspark else {"speculate": "mtp", "draft_tokens": 3}
-    with Rank(model, **drafts, **LIMITS) as rank:
+    with Rank(model, **drafts_of(model), **LIMITS) as rank:
         yield rank
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
-from tests.engine.test_hybrid_speculation import FAMILIES, requests, write
+from tests.engine.test_hybrid_speculation import FAMILIES, drafts_of, requests, write
 from tests.engine.test_speculation_cuda import runner, same
 from tests.rank import Rank, Reply
 
@@ -25,14 +25,14 @@ def _device() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=(*FAMILIES, "deepseek_v4"))
+@pytest.fixture(scope="module", params=(*FAMILIES, "deepseek_v4", "dspark"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("hybrid"), request.param)
 
 
 @pytest.fixture(scope="module")
 def drafting(model: Path) -> Iterator[Rank]:
-    with load(model, speculate="mtp", draft_tokens=3) as rank:
+    with load(model, **drafts_of(model)) as rank:
         yield rank
 
 
@@ -66,7 +66,8 @@ def test_answers_equal_plain_decoding(drafting: Rank, expected: dict[str, Reply]
     assert launches.num_replayed - before[0] > launches.num_eager - before[1] > 0
     assert (stats.num_preemptions > 0) == ("num_pages" in changes)
     assert 0.2 < stats.accepted[0] / stats.drafts[0] < 1
-    assert all(count > 0 for count in stats.accepted)
+    # The fourth and fifth draft of DSpark are rarely right here.
+    assert all(count > 0 for count in stats.accepted[:3])
 
 
 @pytest.mark.sampled(0)
@@ -92,3 +93,43 @@ def test_eager_answers_are_the_same(drafting: Rank, expected: dict[str, Reply]) 
     same(answers, expected)
     assert launches.num_replayed == replayed
     assert stats.accepted[0] > 0
+
+
+@pytest.mark.parametrize("model", ["dspark"], indirect=True)
+def test_drafts_follow_from_the_tokens_alone(drafting: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs and launches, neighbours, prefix hits and preemption make the same drafts behind the same tokens."""
+    launches, made, compared = runner(drafting), dict[tuple[float, ...], tuple[int, ...]](), 0
+    launch = launches.launch
+
+    def recorded(step: Any, asking: Any, **options: Any) -> Any:
+        nonlocal compared
+        launched = launch(step, asking, **options)
+        for request, result in zip(asking, launched.results, strict=True):
+            known = (
+                request.sampling.temperature,
+                request.sampling.top_p,
+                *request.prompt,
+                *request.output,
+                *result.token_ids,
+            )
+            # A launched step makes no drafts beyond the last token.
+            longest = made.get(known, ())
+            count = min(len(longest), len(result.drafts))
+            assert longest[:count] == result.drafts[:count], (len(known), launches.eager)
+            made[known] = max(longest, result.drafts, key=len)
+            compared += count
+        return launched
+
+    monkeypatch.setattr(launches, "launch", recorded)
+    # Drafts of graphs do not follow penalties and minimum lengths.
+    asked = {name: request for name, request in requests().items() if name not in ("penalised", "stopped")}
+    for launches.eager in (True, False):
+        for name, request in asked.items():
+            drafting.run({name: request}, max_in_flight=1)
+        before, first = compared, launches.eager
+        _, stats = drafting.run(asked, max_in_flight=1)
+        assert stats.prefix_hit_tokens > 0
+        _, stats = drafting.run(asked, max_in_flight=1, num_pages=16)
+        assert stats.num_preemptions > 0
+        assert compared - before > (100 if first else 200)
+    assert len(made) > 50

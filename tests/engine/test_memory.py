@@ -1,5 +1,6 @@
 """The memory plan of a rank: what it refuses and why, and that the parts never exceed the whole."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -38,6 +39,7 @@ from moeyard_worker.engine.memory.plan import (
     plan_with_fetch,
     prefix_bytes,
     step_bytes,
+    sums_bytes,
 )
 from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.exchange.shape import ExchangeShape
@@ -47,6 +49,7 @@ from moeyard_worker.layers.gqa import Gqa
 from moeyard_worker.layers.mla import Mla
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.model_config import GateConfig, ModelConfig
+from moeyard_worker.models.shapes import shape_model
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 ROPE = RopeConfig(kind="default", dim=64, theta=1e4, interleaved=False)
@@ -365,6 +368,18 @@ def test_state_of_drafts_is_counted() -> None:
     assert f"state of 16 sequences, behind each of 3 rows, {format_size(48 * STATE_BYTES)}; 64 snapshots" in str(done)
     text = refused(120 * MIB, max_num_seqs=150, **drafting)
     assert "lower --max-num-seqs, --draft-tokens or --max-batch-tokens" in text
+
+
+def test_blocks_of_drafts_are_counted() -> None:
+    """Partial sums of a block's five rows, if fewer rows verify. Drafts have logits beside those of verified rows."""
+    model = shape_model("DeepSeek-V4-Flash-0731", 6).with_drafts()
+    fields: dict[str, Any] = {"device": "cuda", "max_num_seqs": 2, "max_model_len": 4096, "speculate": "dspark"}
+    configs = [EngineConfig(model_path="", **fields, draft_tokens=drafts) for drafts in range(1, 6)]
+    sums = [sums_bytes(each, model, 2, cuda_footprint) for each in configs]
+    assert sums[0] == sums[3] < sums[4]
+    steps = [step_bytes(each, model, cuda_footprint) for each in configs]
+    logits = 2 * model.vocab_size * 4 * (2 + 2 + 2) * cuda_footprint.ALLOCATED
+    assert [b - a for a, b in itertools.pairwise(steps)] == [pytest.approx(logits, rel=1e-6)] * 4
 
 
 def test_snapshots_are_part_of_kv_memory() -> None:

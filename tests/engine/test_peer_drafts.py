@@ -6,11 +6,12 @@ none, verify drafts or single tokens, want different depths, and run some steps 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import DEMO
+from tests.checkpoints import DEMO, add_v4_drafts, make_checkpoint, publish_v4
 from tests.engine.test_peer_steps import Fleet, Starter, config, gpu_memory, start
 from tests.engine.test_speculation import prompts
 
@@ -103,11 +104,14 @@ def by_row(
     return (y if bias is None else y + bias.float()).to(out_dtype or x.dtype)
 
 
-def answers(fleet: Fleet, label: str, where: Sequence[int]) -> dict[str, tuple[Any, ...]]:
-    """Run all requests at once, each on its rank."""
-    for rank, (name, (prompt, sampling)) in zip(where, asked().items(), strict=True):
+def answers(
+    fleet: Fleet, label: str, where: Sequence[int], requests: dict[str, tuple[list[int], dict[str, Any]]] | None = None
+) -> dict[str, tuple[Any, ...]]:
+    """Run all requests at once (those of `asked` without any), each on its rank."""
+    requests = requests or asked()
+    for rank, (name, (prompt, sampling)) in zip(where, requests.items(), strict=True):
         fleet.client.submit(rank, f"{label}-{name}", prompt, **sampling)
-    return {name: result(fleet, f"{label}-{name}") for name in asked()}
+    return {name: result(fleet, f"{label}-{name}") for name in requests}
 
 
 def result(fleet: Fleet, name: str) -> tuple[Any, ...]:
@@ -174,6 +178,28 @@ def test_drafts_on_any_rank_change_no_answer(case: Case, plain: dict[str, Any], 
         for exchange in counted:
             exchange.steps.counts.look(wait=True)  # type: ignore[attr-defined]
         assert sum(e.stats.bytes_sent for e in counted) == sum(e.stats.bytes_received for e in counted) > 0
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("drafts", [5, None], ids=["5drafts", "autodrafts"])
+def test_blocks_of_drafts_change_no_answer(drafts: int | None, tmp_path: Path, start: Starter) -> None:
+    """DSpark on ranks that have all requests, none, or some. A pass over blocks has more rows than its step."""
+    model = publish_v4(make_checkpoint(tmp_path, "deepseek_v4", dtype=torch.bfloat16))
+    add_v4_drafts(model, dspark=True)
+    # Tokens of the small vocabulary, and no tokenizer for a grammar.
+    some = {name: ([i % 256 for i in ids], kind) for name, (ids, kind) in asked().items() if name != "grammar"}
+    plain = replace(config(model, ranks=1, exchange="auto", eager=True), max_batch_tokens=160)
+    fleet = start(plain)
+    wanted = answers(fleet, "alone", (0, 0, 0, 0), some)
+    fleet.close()
+    fleet = start(
+        replace(plain, num_workers=2, exchange="nvlink", enforce_eager=False, speculate="dspark", draft_tokens=drafts)
+    )
+    for label, where in (("all", (1, 1, 1, 1)), ("some", (0, 1, 0, 0)), ("again", (1, 0, 0, 1))):
+        assert answers(fleet, label, where, some) == wanted
+    stats = [scheduler.stats for scheduler in schedulers(fleet)]
+    assert sum(each.accepted[0] for each in stats) > 0.1 * sum(each.drafts[0] for each in stats) > 0
+    assert all(runner.num_replayed >= 5 for runner in runners(fleet))
 
 
 @pytest.mark.slow

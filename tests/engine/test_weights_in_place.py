@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import MLA, VOCAB_SIZE, add_drafts, make_checkpoint
+from tests.checkpoints import MLA, VOCAB_SIZE, add_drafts, add_v4_drafts, make_checkpoint, publish_v4
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
 from tests.engine.test_speculation_cuda import runner, same
 from tests.rank import Rank, Reply
@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "hybrid_drafts": ("qwen3_5_moe_text", {}, {"speculate": "mtp", "draft_tokens": 2}),
     "kda": ("kimi_linear", MLA, {}),
     "v4": ("deepseek_v4", {}, {}),
+    "v4_blocks": ("deepseek_v4", {}, {"speculate": "dspark", "draft_tokens": 5}),
 }
 
 
@@ -40,9 +41,11 @@ def checkpoints(root: Path, name: str) -> list[Path]:
     """Write two checkpoints of a case that differ in their weights."""
     family, overrides, options = CASES[name]
     found = [make_checkpoint(root / each, family, seed=seed, **overrides) for seed, each in enumerate("ab")]
-    if "speculate" in options:
-        for each in found:
+    for each in found:
+        if options.get("speculate") == "mtp":
             add_drafts(each)
+        elif options.get("speculate") == "dspark":
+            add_v4_drafts(publish_v4(each), dspark=True)
     return found
 
 

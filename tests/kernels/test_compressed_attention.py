@@ -130,6 +130,24 @@ def test_rotation_and_stores(sizes: Sizes, dtype: torch.dtype, indexed: bool) ->
 
 @DTYPES
 @BY_SHAPE
+def test_keys_without_queries(sizes: Sizes, dtype: torch.dtype) -> None:
+    """Rows that only store keys leave what rows with queries leave."""
+    rows = step_rows([3, 4, 5, 79, 80, 80], sizes, queries=3, hidden=(5,))
+    kv = torch.randn(6, sizes.dim + 8).to(DEVICE, dtype)[:, 8:]
+    q, (cos, sin) = torch.randn(6, sizes.heads * sizes.dim).to(DEVICE, dtype), angles(6, sizes)
+    stored = [torch.zeros(SLOTS, sizes.window + SPARE, sizes.dim, device=DEVICE, dtype=dtype) for _ in range(3)]
+    run, reference = rotate_kernel.compressed_rotate, ops.compressed_rotate.reference
+    for recent, how, heads in zip(stored, (run, run, reference), (sizes.heads, 0, 0), strict=True):
+        some = q[:, : heads * sizes.dim]
+        queries, keys, _ = how(some, kv, cos, sin, recent, heads=heads, index_heads=0, eps=EPS, rows=rows)
+        assert queries.shape == (6, heads, sizes.dim)
+        assert torch.equal(recent[rows.slots[0], 4], keys[1])
+    assert torch.equal(stored[0], stored[1])
+    assert relative(stored[1], stored[2]) < near(dtype)
+
+
+@DTYPES
+@BY_SHAPE
 def test_rotation_back(sizes: Sizes, dtype: torch.dtype) -> None:
     x = torch.randn(3, sizes.heads, sizes.dim).to(DEVICE, dtype)
     cos, sin = angles(3, sizes)
@@ -302,6 +320,18 @@ def test_rows_of_one_sequence() -> None:
     found = case.run(decode_kernel.compressed_decode)
     assert relative(found, case.run(ops.compressed_decode.reference)) < near(torch.bfloat16)
     for row in (2, 5):
+        assert torch.equal(case.row(row).run(decode_kernel.compressed_decode)[0], found[row])
+
+
+@DTYPES
+@BY_SHAPE
+def test_rows_of_a_block(sizes: Sizes, dtype: torch.dtype) -> None:
+    """All rows of a block see its last position, and a window that is wider than a multiple of 64."""
+    sizes = replace(sizes, window=sizes.window + 5)
+    case = attention(sizes, dtype, 0, [*[4] * 5, *[90] * 5, *[300] * 5], queries=5)
+    found = case.run(decode_kernel.compressed_decode)
+    assert relative(found, case.run(ops.compressed_decode.reference)) < near(dtype)
+    for row in (3, 12):
         assert torch.equal(case.row(row).run(decode_kernel.compressed_decode)[0], found[row])
 
 

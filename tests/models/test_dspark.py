@@ -1,11 +1,14 @@
 """DSpark, the drafter of DeepSeek-V4's later releases, against its definition in plain torch; its settings and answers.
 
-test_hybrid_speculation.py has more options of requests, and e2e/test_one_answer.py several ranks.
+Some tests also run the steps of a GPU over the kernels' references (engine/captured_on_cpu.py). More options of
+requests are in engine/test_hybrid_speculation.py and test_hybrid_speculation_cuda.py. Several ranks are in
+engine/test_peer_drafts.py and e2e/test_one_answer.py.
 """
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +18,23 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import VOCAB_SIZE, add_v4_drafts, edit_config, edit_tensors, make_checkpoint, publish_v4
+from tests.engine.captured_on_cpu import GPU, gpu_steps
 from tests.models.test_deepseek_v4 import publish_codes
-from tests.rank import Rank
+from tests.rank import Rank, Reply
 
+from moeyard_kernels.backend import Backend
+from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.cuda.backend import CudaBackend
 from moeyard_worker.checkpoint.check import DRAFT_LAYER
 from moeyard_worker.checkpoint.converting import dequantized
 from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import EngineConfig
-from moeyard_worker.engine.assembly.local import local_runner
+from moeyard_worker.engine.assembly.local import PAGE_SIZE, local_runner
 from moeyard_worker.engine.assembly.verify import reference_model
 from moeyard_worker.engine.steps.drafting import BlockSpeculation
+from moeyard_worker.engine.steps.gpu_runner import GpuRunner
+from moeyard_worker.engine.steps.runner import Runner
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.shapes import served_model
 from moeyard_worker.protocol import SamplingParams
@@ -150,10 +159,32 @@ def rows_of(ids: list[int], start: int, *, prompt: bool) -> Chunk:
     return Chunk(start=start, token_ids=tuple(ids), prompt=prompt, **common)
 
 
+BACKENDS = pytest.mark.parametrize("backend", ["cpu", "gpu"])
+
+
+def runner_of(directory: Path, kind: str) -> Runner:
+    """Return a runner with drafts on a CPU, or with a GPU's backend, which runs the references if there is no GPU."""
+    backend: Backend = CpuBackend(page_size=PAGE_SIZE)
+    if kind == "gpu":
+        backend = CudaBackend(page_size=PAGE_SIZE, device=torch.device("cuda" if GPU else "cpu"))
+    return local_runner(directory, dtype=torch.float32, num_pages=26, drafts=True, backend=backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_mean_of_streams_has_the_same_bits_in_every_step(dtype: torch.dtype) -> None:
+    """Else a step's padding could change a draft."""
+    streams = torch.randn(700, 4, 4096).to("cuda" if GPU else "cpu", dtype)
+    whole = streams.mean(1)
+    for count in (1, 2, 5, 8, 30, 64, 384):
+        assert torch.equal(streams[:count].mean(1), whole[:count]), count
+        assert torch.equal(streams[-count:].mean(1), whole[-count:]), count
+
+
+@BACKENDS
 @pytest.mark.parametrize("length", [1, 6, 127, 128, 131, 270])
-def test_blocks_match_the_definition(random: Path, length: int) -> None:
+def test_blocks_match_the_definition(random: Path, length: int, backend: str) -> None:
     """Keys of prompts in chunks of 128, then of output positions, some of which are refused. Then a block."""
-    runner = local_runner(random, dtype=torch.float32, num_pages=26, drafts=True)
+    runner = runner_of(random, backend)
     assert isinstance(runner.speculation, BlockSpeculation)
     drafter, model = runner.speculation.drafter, runner.model
     ids = torch.randint(VOCAB_SIZE, (length + 8,), generator=torch.Generator().manual_seed(length)).tolist()
@@ -176,14 +207,15 @@ def test_blocks_match_the_definition(random: Path, length: int) -> None:
             drafter.store(model.hidden(plan), plan)
         noise = definition.config["dspark_noise_token_id"]
         plan = runner.backend.plan(Step(decode=(rows_of([ids[known], *[noise] * 4], known, prompt=False),)))
-        found = drafter.head(drafter.forward(plan)[:5])
+        found = drafter.head(drafter.forward(plan)[:5]).cpu()
         whole(torch.tensor([ids[:known]]))
         means = torch.cat([streams[i][0].mean(1) for i in READ], 1)
         expected = definition.logits(means, ids[known])
         assert float((found - expected).abs().max() / expected.abs().max()) < 1e-4
         token = torch.tensor([ids[known], 3])
         biases = torch.stack([definition.bias(int(each)) for each in token])
-        assert float((drafter.bias(token) - biases).abs().max() / biases.abs().max()) < 1e-4
+        bias = drafter.bias(token.to(runner.backend.device)).cpu()
+        assert float((bias - biases).abs().max() / biases.abs().max()) < 1e-4
         # The comparison would show a wrong key: what the drafter reads matters.
         other = definition.logits(means.flip(0) if known > 6 else -means, ids[known])
         assert float((other - expected).abs().max() / expected.abs().max()) > 0.1
@@ -200,7 +232,25 @@ DRAFTING: dict[str, Any] = {"speculate": "dspark", "draft_tokens": 5}
 LIMITS: dict[str, Any] = {"max_num_seqs": 5, "prefill_chunk": 128, "max_batch_tokens": 160}
 
 
-def test_all_drafts_are_right_where_the_bias_is_the_model(tmp_path: Path) -> None:
+ON_CPU = pytest.mark.skipif(GPU, reason="its steps would run on the GPU, in bfloat16")
+STEPS = pytest.mark.parametrize(
+    "steps", ["cpu", pytest.param("graphs", marks=ON_CPU), pytest.param("launches", marks=ON_CPU)]
+)
+
+
+@contextmanager
+def drafting(directory: Path, steps: str) -> Iterator[Rank]:
+    """Load a rank that drafts, with the steps of a CPU, or with those of a GPU: captured, or launched."""
+    with nullcontext() if steps == "cpu" else gpu_steps(), Rank(directory, **DRAFTING, **LIMITS) as rank:
+        if isinstance(rank.worker.runner, GpuRunner):
+            rank.worker.runner.eager = steps == "launches"
+        yield rank
+        if isinstance(rank.worker.runner, GpuRunner):
+            assert (rank.worker.runner.num_replayed > 0) == (steps == "graphs")
+
+
+@STEPS
+def test_all_drafts_are_right_where_the_bias_is_the_model(tmp_path: Path, steps: str) -> None:
     """The layers add nothing, so the last token decides. The bias is the model's logits, and outweighs noise tokens."""
     directory = publish_v4(make_checkpoint(tmp_path, "deepseek_v4", seed=4))
     add_v4_drafts(directory, dspark=True, scale=0.0)
@@ -208,23 +258,35 @@ def test_all_drafts_are_right_where_the_bias_is_the_model(tmp_path: Path) -> Non
     bias = {"w1": rms(tensors["embed.weight"]) * tensors["norm.weight"], "w2": 1e4 * tensors["head.weight"]}
     edit_tensors(directory, add={f"mtp.1.markov_head.markov_{name}.weight": x for name, x in bias.items()})
     requests = asked((1, 5, 127, 128, 200))
-    with Rank(directory, **LIMITS) as plain, Rank(directory, **DRAFTING, **LIMITS) as rank:
+    with Rank(directory, **LIMITS) as plain, drafting(directory, steps) as rank:
         for name, request in requests.items():
-            found, stats = rank.run({name: request})
-            assert found == plain.run({name: request})[0], name
+            found, stats = rank.run({name: request}, max_in_flight=1)
+            same(found, plain.run({name: request})[0], steps)
             # Steps of 1, 6, 6, 6, 6 and 5 tokens. Behind a step with the whole prompt: 1, 2, 6, 6, 6, 6, 3.
             expected = [6, 5, 4, 4, 4] if len(request[0]) <= LIMITS["prefill_chunk"] else [5, 5, 5, 5, 4]
             assert stats.drafts == stats.accepted == expected, name
 
 
-def test_drafts_of_the_engine_match_the_definition(dspark: Path, random: Path) -> None:
+def same(answers: dict[str, Reply], expected: dict[str, Reply], steps: str) -> None:
+    """Compare all bits on a CPU. Sums of a GPU's references may depend on the number of rows."""
+    if steps == "cpu":
+        assert answers == expected
+        return
+    for name, answer in answers.items():
+        assert answer.token_ids == expected[name].token_ids, name
+        found, wanted = (torch.tensor([entry.logprob for entry in each[name].logprobs]) for each in (answers, expected))
+        assert torch.allclose(found, wanted, atol=1e-4), name
+
+
+@STEPS
+def test_drafts_of_the_engine_match_the_definition(dspark: Path, random: Path, steps: str) -> None:
     """Known prefixes, chunks, neighbours, and drafts that were refused or kept before."""
-    assert check_drafts(dspark).accepted[1] > 0
-    stats = check_drafts(random)
+    assert check_drafts(dspark, steps).accepted[1] > 0
+    stats = check_drafts(random, steps)
     assert 0 < stats.accepted[0] < 0.5 * stats.drafts[0]
 
 
-def check_drafts(directory: Path) -> SchedulerStats:
+def check_drafts(directory: Path, steps: str) -> SchedulerStats:
     definition, whole = Definition(directory), reference_model(directory, "deepseek_v4", dtype=torch.float32)
     streams: dict[int, torch.Tensor] = {}
     for i in READ:
@@ -233,8 +295,8 @@ def check_drafts(directory: Path) -> SchedulerStats:
     # The third has the prefix of the first, which runs alone before the others.
     requests["behind"] = ([*requests["140"][0], 9, 9], requests["140"][1])
     made: list[tuple[list[int], tuple[int, ...]]] = []
-    with Rank(directory, **DRAFTING, **LIMITS) as rank:
-        launch = rank.worker.runner.launch
+    with drafting(directory, steps) as rank:
+        launch: Any = rank.worker.runner.launch
 
         def spy(step: Step, asking: Sequence[Request], **options: Any) -> Any:
             launched = launch(step, asking, **options)
@@ -244,7 +306,7 @@ def check_drafts(directory: Path) -> SchedulerStats:
 
         rank.worker.runner.launch = spy  # type: ignore[method-assign]
         # Some steps draft less or nothing.
-        _, stats = rank.run(requests, lambda number, wanted: min(wanted, number % 4 * 2))
+        _, stats = rank.run(requests, lambda number, wanted: min(wanted, number % 4 * 2), max_in_flight=1)
     assert stats.prefix_hit_tokens == 128
     assert {len(drafts) for _, drafts in made} >= {0, 1, 2, 4, 5}
     with torch.inference_mode():
@@ -258,15 +320,16 @@ def check_drafts(directory: Path) -> SchedulerStats:
     return stats
 
 
-def test_blocks_end_at_the_last_position(dspark: Path) -> None:
+@STEPS
+def test_blocks_end_at_the_last_position(dspark: Path, steps: str) -> None:
     last = load_model_config(dspark).max_position
     requests = {
         name: (ids, replace(params, max_tokens=last - len(ids)))
         for name, (ids, params) in asked((last - 29, last - 15, last - 5)).items()
     }
-    with Rank(dspark, **LIMITS) as plain, Rank(dspark, **DRAFTING, **LIMITS) as rank:
+    with Rank(dspark, **LIMITS) as plain, drafting(dspark, steps) as rank:
         found, stats = rank.run(requests)
-        assert found == plain.run(requests)[0]
+        same(found, plain.run(requests)[0], steps)
     assert [len(found[name].token_ids) for name in requests] == [29, 15, 5]
     assert stats.accepted[0] > 0
 
@@ -307,8 +370,9 @@ def test_tensors_are_read_on_request(dspark: Path, tmp_path: Path) -> None:
         open_checkpoint(directory, model)
 
 
-def test_weights_change_in_place(dspark: Path, random: Path) -> None:
-    runner, wanted = (local_runner(each, dtype=torch.float32, num_pages=26, drafts=True) for each in (random, dspark))
+@BACKENDS
+def test_weights_change_in_place(dspark: Path, random: Path, backend: str) -> None:
+    runner, wanted = (runner_of(each, backend) for each in (random, dspark))
     checkpoint = open_checkpoint(dspark, wanted.config)
     weights = CheckpointWeights(checkpoint, backend=runner.backend, dtype=torch.float32)
     runner.overwrite(checkpoint.spec, weights.load)
@@ -327,7 +391,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown layer": ({"dspark_target_layer_ids": [1, 4]}, r"is \[1, 4\], expected .* below 4"),
     "outside the vocabulary": ({"dspark_noise_token_id": VOCAB_SIZE}, "dspark_noise_token_id is"),
     "no rank": ({"dspark_markov_rank": 0}, "dspark_markov_rank is 0, expected an integer from 1"),
-    "no block": ({"dspark_block_size": 0}, "dspark_block_size is 0, expected an integer from 1 to 64"),
+    "no block": ({"dspark_block_size": 0}, "dspark_block_size is 0, expected an integer from 1 to 16"),
 }
 
 
@@ -346,8 +410,6 @@ def test_refusals(dspark: Path, tmp_path: Path) -> None:
         ValueError, match=r"--speculate mtp: .*: the drafter of this model is DSpark, use --speculate ds"
     ):
         served_model(EngineConfig(model_path=str(dspark), speculate="mtp"))
-    with pytest.raises(ValueError, match=r"--speculate dspark: .*: DSpark runs on a CPU only so far, --device is cuda"):
-        served_model(EngineConfig(**drafts, device="cuda"))
     with pytest.raises(ValueError, match="blocks of 5 drafts needs 160 rows of a step, --max-batch-tokens is 128"):
         served_model(EngineConfig(**{**drafts, "draft_tokens": 1}, max_num_seqs=32, max_batch_tokens=128))
     april = publish_v4(make_checkpoint(tmp_path, "deepseek_v4"))

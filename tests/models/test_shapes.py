@@ -25,6 +25,7 @@ PARAMETERS = {
     "Kimi-K2": (1000, 1060),
     "Kimi-Linear-48B-A3B": (48.5, 49.6),
     "DeepSeek-V4-Flash": (283, 286),
+    "DeepSeek-V4-Flash-0731": (283, 286),
     "DeepSeek-V4-Pro": (1560, 1610),
     "moeyard-demo": (0.0055, 0.0056),
 }
@@ -46,6 +47,9 @@ def test_num_layers_keeps_the_first_layers(name: str) -> None:
     assert cut.num_layers == 4
     assert cut.attention == whole.attention[:4]
     assert cut.moe_layers == tuple(i for i in whole.moe_layers if i < 4)
+    assert cut.num_mtp_layers == whole.num_mtp_layers
+    if cut.block_drafts is not None:
+        assert cut.block_drafts.read_layers == (1, 2, 3)
 
 
 def test_demo_shape_is_the_bundled_model() -> None:
@@ -74,7 +78,9 @@ def test_served_model() -> None:
     assert served_model(EngineConfig(model_path=str(DEMO))) == load_model_config(DEMO)
 
 
-@pytest.mark.parametrize("name", ["Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B", "Kimi-K2", "DeepSeek-V3"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3.5-35B-A3B", "Qwen3-Next-80B-A3B", "Kimi-K2", "DeepSeek-V3", "DeepSeek-V4-Flash-0731"]
+)
 def test_norms_of_random_weights_are_ones(name: str) -> None:
     """This includes norms of MTP layers. A norm of zeros would make all later values equal."""
     model = shape_model(name, 4)

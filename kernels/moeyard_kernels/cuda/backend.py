@@ -6,7 +6,7 @@ It also runs without a GPU: on the CPU the ops run their references, which lets 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -15,6 +15,7 @@ from moeyard_kernels.backend import HyperSite
 from moeyard_kernels.cuda.attention import CudaGqa, CudaMla
 from moeyard_kernels.cuda.capturing import capture, capture_while_serving, compile_ahead, without_collection
 from moeyard_kernels.cuda.compressed import CudaCompressed
+from moeyard_kernels.cuda.compressed_blocks import CudaBlockAttend
 from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.cuda.footprint import STREAM_SLOTS
 from moeyard_kernels.cuda.gate import CudaGate, GateCounts
@@ -187,8 +188,8 @@ class CudaBackend:
         self.compresses = True
         return CudaCompressed(layer)
 
-    def block_attend(self, layer: CompressedLayer) -> NoReturn:
-        raise ValueError("blocks of drafts run on a CPU only")
+    def block_attend(self, layer: CompressedLayer) -> CudaBlockAttend:
+        return CudaBlockAttend(layer)
 
     def hyper_leave(
         self,

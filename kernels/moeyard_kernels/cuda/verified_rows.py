@@ -37,7 +37,10 @@ class Tails:
 
 
 class DraftRows:
-    """One row per sequence at `positions` [B], written where `stored`. A `StepPlan`; its tokens are never read."""
+    """Rows for drafts at `positions` [B], one per sequence, or [B, n], written at `entries` [B n], -1 for none.
+
+    A `StepPlan`. Without `token_ids` [B n] its tokens are never read.
+    """
 
     num_prompt = 0
     compressed_prompts = None
@@ -46,13 +49,19 @@ class DraftRows:
     # Rows of one sequence read each other's keys.
     lone_rows = False
 
-    def __init__(self, rows: "VerifiedRows", positions: torch.Tensor, stored: torch.Tensor) -> None:
-        self.num_tokens = self.num_rows = self.num_sampled = positions.shape[0]
-        self.positions = self.token_ids = positions
-        self.entries = torch.where(stored, rows.entries_at(positions[:, None])[:, 0], -1)
+    def __init__(
+        self,
+        rows: "VerifiedRows",
+        positions: torch.Tensor,
+        entries: torch.Tensor,
+        token_ids: torch.Tensor | None = None,
+    ) -> None:
+        self.num_tokens = self.num_rows = self.num_sampled = positions.numel()
+        self.positions, self.entries = positions.flatten(), entries
+        self.token_ids = self.positions if token_ids is None else token_ids
         self.decode = rows.tables(positions + 1)
         self.paged: dict[int | None, PrefillPlan] = {}
-        self.rotation = Rotations(positions)
+        self.rotation = Rotations(self.positions)
         self.outputs = rows.outputs(self.positions, self.entries)
 
 
@@ -163,7 +172,23 @@ class VerifiedRows:
     def draft_rows(self, positions: torch.Tensor) -> DraftRows:
         """Return rows at positions [B]; a position without a page is not stored."""
         stored = (positions < self._on["caps"]) & (self._on["real"] > 0)
-        return DraftRows(self, torch.minimum(positions, self._on["caps"] - 1), stored)
+        positions = torch.minimum(positions, self._on["caps"] - 1)
+        return DraftRows(self, positions, torch.where(stored, self.entries_at(positions[:, None])[:, 0], -1))
+
+    def block_rows(self, ends: torch.Tensor, *, size: int, noise_token: int) -> tuple[DraftRows, torch.Tensor]:
+        """Return blocks of `size` rows from positions `ends` [B] on, and which of them end below the limit, bool [B].
+
+        A block begins with the last accepted token. It has no pages, so its entries are 0, or -1 in a row that stores
+        nothing. A block that does not fit stores nothing, and its results are undefined.
+        """
+        limit, count = self.tails.limit, ends.shape[0]
+        fits = ends + size <= limit
+        positions = torch.clamp(ends, max=limit - size)[:, None] + torch.arange(size, device=ends.device)
+        tokens = torch.full_like(positions, noise_token)
+        tokens[:, 0] = self.tails.state[:count, 1]
+        stored = fits & (self._on["real"] > 0)
+        entries = torch.where(stored[:, None].expand_as(positions), 0, -1)
+        return DraftRows(self, positions, entries.flatten(), tokens.flatten()), fits
 
     def entries_at(self, positions: torch.Tensor) -> torch.Tensor:
         """Return page * page_size + offset of positions [B, n], as [B, n] int64."""

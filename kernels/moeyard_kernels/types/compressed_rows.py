@@ -12,10 +12,11 @@ from moeyard_kernels.types.footprint import CAPTURED, COMPRESSED_SPLIT, COMPRESS
 class CompressedRows:
     """Rows that are stored together and then attend, on the state's device. The contents may change between replays.
 
-    Row r is row r % Q of sequence r // Q. A sequence has at most 16 rows, at distinct positions. positions [R] int64.
-    places [R] int64: page * page_size + offset of each position, or -1 for a row that stores nothing. slots [B] int64.
-    page_table [B, W] int32: the pages of each sequence in order. Entries past its positions may name any page. `most`
-    bounds the bytes of intermediate results, but one sequence always fits. Raises ValueError naming what does not fit.
+    Row r is row r % Q of sequence r // Q. A sequence has at most 16 rows. Those that store are at distinct positions.
+    positions [R] int64. places [R] int64: page * page_size + offset of each position, or -1 for a row that stores
+    nothing. slots [B] int64. page_table [B, W] int32: the pages of each sequence in order. Entries past its positions
+    may name any page. `most` bounds the bytes of intermediate results, but one sequence always fits. Raises ValueError
+    naming what does not fit.
     """
 
     positions: torch.Tensor

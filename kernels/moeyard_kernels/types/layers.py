@@ -166,6 +166,8 @@ class CompressedLayer:
 
     State, with position p in row p % rows: recent [num_slots, rows, D], the keys of the last positions, and pending
     [num_slots, rows, C''] fp32, the values and gates of the last positions. Both have more rows than a query reads.
+
+    `block`: rows of a block, for `Backend.block_attend`. A slot has at least that many rows beside the window.
     """
 
     num_heads: int
@@ -181,6 +183,7 @@ class CompressedLayer:
     indexer: Indexer | None = None
     compress: Matrix | None = None
     pending: torch.Tensor | None = None
+    block: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ class Compressed:
     With an `indexer` each query chooses entries, and an entry also covers the block before its own (CSA). Otherwise a
     query sees all entries (HCA). The output projection has `groups` groups of heads, each with `o_rank` results.
 
-    `block`: the layer is part of DSpark (`BlockAttention`).
+    `block`: rows of a block if the layer is part of DSpark (`BlockAttention`), else 0.
     """
 
     num_heads: int
@@ -56,7 +56,7 @@ class Compressed:
     rope: RopeConfig
     norm_eps: float
     indexer: IndexerConfig | None = None
-    block: bool = False
+    block: int = 0
 
     @property
     def _widths(self) -> dict[str, int]:
@@ -161,6 +161,7 @@ class Compressed:
             indexer=indexer,
             compress=weights.get("compress"),
             pending=state.get("pending"),
+            block=self.block,
         )
         if self.block:
             return BlockAttention(self, backend, backend.block_attend(layer), weights)
@@ -205,7 +206,10 @@ class CompressedBlock:
 
 
 class BlockAttention:
-    """The attention of DSpark: the rows of a block see each other, and keys that were stored before."""
+    """The attention of DSpark: the rows of a block see each other, and keys that were stored before.
+
+    A block's keys may be stored, too. The rows that take these positions overwrite them.
+    """
 
     def __init__(self, spec: Compressed, backend: Backend, attend: BlockAttend, weights: Loaded) -> None:
         self._attend, self._projections = attend, Projections(spec, backend, weights)
@@ -215,6 +219,6 @@ class BlockAttention:
         self._attend.store(self._projections.down(x)[1], plan)
 
     def forward(self, x: torch.Tensor, plan: StepPlan) -> torch.Tensor:
-        """x [num_rows, H] -> [num_rows, H]. Each chunk of the plan is a block. Its keys are not stored."""
+        """x [num_rows, H] -> [num_rows, H]. Each chunk of the plan is a block."""
         low, kv = self._projections.down(x)
         return self._projections.back(self._attend.attend(self._projections.queries(low), kv, plan))

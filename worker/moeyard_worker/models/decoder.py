@@ -146,14 +146,17 @@ class Decoder:
         # Each layer with the site behind it: that of the next layer, or of the head.
         self._ending = self.streams.last(load_all(load, spec.head_site))
         last, self._to_head = self._ending
-        # The drafter reads the output of these layers. It follows the rows that the head reads.
-        self._read = config.read_layers
-        self._head_width = config.hidden_width - len(self._read) * config.hidden_size
-        self._walk = [*zip(self._layers, [*(layer.site for layer in self._layers[1:]), last], strict=True)]
+        # The drafter reads the output of some layers. It follows the rows that the head reads.
+        num_read = len(config.read_layers)
+        self._head_width = config.hidden_width - num_read * config.hidden_size
+        # How often the output of each layer is read.
+        reads = [int(i in config.read_layers) for i in range(config.num_layers)]
+        self._walk = [*zip(self._layers, [*(layer.site for layer in self._layers[1:]), last], reads, strict=True)]
         kind = [(config.attention[i], type(layer.block)) for i, layer in enumerate(self._layers)]
         of_each = [layer for i, layer in enumerate(self._layers) if kind[i] not in kind[:i]]
-        # The last of them leads to the head, whose rows may be wider (`HyperStreams.last`).
-        self._one_of_each = [*zip(of_each, [*(layer.site for layer in of_each[1:]), last], strict=True)]
+        # The last of them leads to the head, whose rows may be wider (`HyperStreams.last`), and is read for all.
+        reads = [0] * (len(of_each) - 1) + [num_read]
+        self._one_of_each = [*zip(of_each, [*(layer.site for layer in of_each[1:]), last], reads, strict=True)]
         self._lm_head: Matrix = Matrix.plain(self._embed) if spec.lm_head is None else load(spec.lm_head)
 
     def shared(self) -> list[torch.Tensor]:
@@ -183,15 +186,15 @@ class Decoder:
         """
         if not plan.num_tokens:
             empty = self._embed.new_empty(0, self._embed.shape[1])
-            for layer, _ in self._walk:
+            for layer, *_ in self._walk:
                 layer.idle(empty, plan)
             return empty
         residual = self.streams.begin(self.embed(plan.token_ids), plan)
-        x, read = residual.enter(self._layers[0].site), []
-        for i, (layer, following) in enumerate(self._walk):
+        x, read = residual.enter(self._layers[0].site), list[torch.Tensor]()
+        for layer, following, reads in self._walk:
             x = layer.forward(x, residual, following, plan)
-            if i in self._read:
-                read.append(residual.mean())
+            if reads:
+                read += [residual.mean()] * reads
         if self._routing is not None:
             self._routing.settle()
         return torch.cat((x, *read), 1) if read else x
@@ -211,7 +214,7 @@ class Decoder:
 
     def head(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits [M, V] of the `hidden` rows x, in their dtype. A row's bits do not depend on the others."""
-        return self.logits(self._to_head(x[:, : self._head_width]))
+        return self.logits(self._to_head(x[:, : self._head_width].contiguous()))
 
     def read(self, x: torch.Tensor) -> torch.Tensor:
         """Return the part [M, n H] of the `hidden` rows x that a drafter reads from n layers."""

@@ -12,7 +12,7 @@ from typing import Any
 from moeyard_kernels.types.gate import GateRule
 from moeyard_worker.config.fields import MAX_POSITIONS, MAX_VOCAB, Fields
 from moeyard_worker.config.rope_config import parse_rope
-from moeyard_worker.layers.compressed import BLOCK, Compressed, IndexerConfig
+from moeyard_worker.layers.compressed import BLOCK, SPARE, Compressed, IndexerConfig
 from moeyard_worker.layers.residual import HyperConfig
 from moeyard_worker.models.family import Family, Names, count_layers, max_position
 from moeyard_worker.models.model_config import BlockDrafts, GateConfig
@@ -24,8 +24,6 @@ _KINDS = MappingProxyType({"sliding_attention": 0, _CSA: 4, _HCA: 128})
 _HASH = "hash_moe"
 # DSpark reads three layers in all releases, and has as many of its own.
 _MOST_READ = 8
-# All releases have blocks of five.
-_MOST_BLOCK = 64
 # A chunk of a prompt ends at multiples of the window and of every block.
 _MOST_WINDOW = 4096
 
@@ -141,7 +139,8 @@ def _block_drafts(config: Fields) -> BlockDrafts | None:
         )
     vocab_size = config.integer("vocab_size", maximum=MAX_VOCAB)
     return BlockDrafts(
-        size=config.integer("dspark_block_size", maximum=_MOST_BLOCK),
+        # All releases have blocks of five. The keys of a block have room in the slot.
+        size=config.integer("dspark_block_size", maximum=SPARE),
         noise_token=config.integer("dspark_noise_token_id", minimum=0, maximum=vocab_size - 1),
         read_layers=read,
         markov_rank=config.integer("dspark_markov_rank"),
@@ -164,7 +163,7 @@ def _parse(config: Fields) -> Mapping[str, Any]:
     kinds, block = _attention(config), _block_drafts(config)
     return {
         "attention": tuple(kinds[ratio] for ratio in _ratios(config)),
-        "draft_attention": replace(kinds[0], block=block is not None),
+        "draft_attention": replace(kinds[0], block=0 if block is None else block.size),
         "block_drafts": block,
         "gate": GateConfig(rule=rule, bias=True, fp32_logits=True),
         "intermediate_size": width,

@@ -23,6 +23,8 @@ class BlockDrafter:
     """Runs the last layers of `model` with its embedding and head."""
 
     def __init__(self, spec: ModelSpec, *, model: Decoder, backend: Backend, load: Load) -> None:
+        assert spec.config.block_drafts is not None, "the model drafts blocks"
+        self.block = spec.config.block_drafts
         self._model, self._backend, self._layers = model, backend, model.more_layers
         self._parts = self._load(spec, load)
         self._read_join, self._read_norm, self._markov_in, self._markov_out, self._ending = self._parts

@@ -62,6 +62,10 @@ def shape_config(name: str, num_layers: int | None = None, quantization: str | N
         config["num_hidden_layers"] = num_layers
         if "layer_types" in config:
             config["layer_types"] = config["layer_types"][:num_layers]
+        if "dspark_target_layer_ids" in config:
+            # The drafter reads the last layers, and has as many of its own.
+            read = len(config["dspark_target_layer_ids"])
+            config["dspark_target_layer_ids"] = list(range(max(0, num_layers - read), num_layers))
     if quantization is not None:
         config |= {"quantization_config": quantization_config(quantization), "dtype": "bfloat16"}
     return config
@@ -91,14 +95,11 @@ def _with_drafts(config: EngineConfig, model: ModelConfig) -> ModelConfig:
         if block is not None:
             raise ValueError("the drafter of this model is DSpark, use --speculate dspark")
         raise ValueError("this model has no drafter DSpark (config.json: dspark_block_size)")
-    if block is not None:
-        if config.device != "cpu":
-            raise ValueError(f"DSpark runs on a CPU only so far, --device is {config.device}")
-        if (rows := config.max_num_seqs * block.size) > config.max_batch_tokens:
-            raise ValueError(
-                f"--max-num-seqs {config.max_num_seqs} with blocks of {block.size} drafts needs {rows} rows of a step, "
-                f"--max-batch-tokens is {config.max_batch_tokens}"
-            )
+    if block is not None and (rows := config.max_num_seqs * block.size) > config.max_batch_tokens:
+        raise ValueError(
+            f"--max-num-seqs {config.max_num_seqs} with blocks of {block.size} drafts needs {rows} rows of a step, "
+            f"--max-batch-tokens is {config.max_batch_tokens}"
+        )
     return model.with_drafts()
 
 

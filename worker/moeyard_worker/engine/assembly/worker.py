@@ -223,6 +223,7 @@ class Worker:
             dtype=self._dtype,
             num_pages=plan.num_pages,
             num_state_slots=num_state_slots * state.slots_per_sequence(config.num_drafts) + plan.num_snapshots,
+            max_sequences=config.max_num_seqs,
             routing=routing,
         )
         experts.preload(self._advance)

@@ -159,9 +159,10 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
     held = (7 if model.drafts else 4) + streams + 2 * len(model.read_layers)
     row = held * hidden + max(attention, 4 * wide + moved, 3 * streams * hidden)
     sampled = config.max_num_seqs * (1 + config.num_drafts)
+    drafted = 0
     if model.drafts and model.block_drafts is not None:
-        sampled += config.max_num_seqs * min(model.block_drafts.size, config.num_drafts)
-    logits = model.vocab_size * (2 * _FP32 * (sampled + SCORED_ROWS) + 64)
+        drafted = config.max_num_seqs * min(model.block_drafts.size, config.num_drafts)
+    logits = model.vocab_size * (2 * _FP32 * (sampled + drafted + SCORED_ROWS) + 64)
     if config.num_drafts and config.device != "cpu":
         logits += model.vocab_size * 2 * _FP32 * sampled
     return int((config.max_batch_tokens * row * _FP32 + logits + footprints.FIXED) * footprints.ALLOCATED)
@@ -170,10 +171,12 @@ def step_bytes(config: EngineConfig, model: ModelConfig, footprints: Footprints)
 def sums_bytes(config: EngineConfig, model: ModelConfig, itemsize: int, footprints: Footprints) -> int:
     """Return the bytes of decode attention's partial sums, in one layer at a time (`SplitSums`).
 
-    Captured steps share a pool, so the widest one counts: every sequence with all drafts over the longest tables. A
-    launched step is added. All its rows may be recomputed output.
+    Captured steps share a pool, so the widest one counts: every sequence with all drafts, or a block for them, over the
+    longest tables. A launched step is added. All its rows may be recomputed output.
     """
     longest, rows = config.max_model_len or model.max_position, 1 + config.num_drafts
+    if model.drafts and model.block_drafts is not None:
+        rows = max(rows, model.block_drafts.size)
     if config.kv_memory is not None:
         longest = min(longest, config.kv_memory // max(1, model.state_spec(itemsize).bytes_per_token))
     longest += -longest % config.page_size

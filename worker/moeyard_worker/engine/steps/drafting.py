@@ -13,6 +13,7 @@ then chooses the same token, so drafts cannot change an answer.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -96,10 +97,31 @@ class BlockSpeculation:
     """Makes drafts with `drafter` for `model`, as `Speculation`. No block ends behind the model's last position."""
 
     def __init__(
-        self, drafter: BlockDrafter, *, config: ModelConfig, backend: Backend, exchange: Exchange, block: BlockDrafts
+        self,
+        drafter: BlockDrafter,
+        *,
+        model: Decoder,
+        config: ModelConfig,
+        backend: Backend,
+        exchange: Exchange,
+        max_sequences: int | None,
     ) -> None:
-        self.drafter, self._backend, self._exchange, self._block = drafter, backend, exchange, block
+        self.drafter, self._model, self._backend, self._exchange = drafter, model, backend, exchange
+        self._block, self._max_sequences = drafter.block, max_sequences
         self._eos_token_ids, self._max_position = config.eos_token_ids, config.max_position
+
+    def warm(self, plan: StepPlan) -> None:
+        """Launch the model over prompts, the store of their keys, and a block behind none. The first slot is empty."""
+        self.drafter.store(self._model.hidden(plan), plan)
+        size, token = self._block.size, self._block.noise_token
+        ids, pages = (token,) * size, (0,) * size
+        chunk = Chunk(key=(b"", ""), start=0, token_ids=ids, pages=pages, prompt=False, num_sampled=0, state_slot=0)
+        block: Any = self._backend.plan(Step(decode=(chunk,)))
+        # Gates do not count rows without an entry.
+        block.entries.fill_(-1)
+        self._exchange.steps.set_rows(PeerRows(size))
+        self.drafter.head(self.drafter.forward(block))
+        self.drafter.bias(block.token_ids[:1])
 
     def draft(
         self,
@@ -118,8 +140,7 @@ class BlockSpeculation:
         if not num_passes:
             return
         going = [t for t in tails if t.wants(1, self._backend.page_size) and t.end + size <= self._max_position]
-        # A sequence with a block has one row of the step or more.
-        self._exchange.steps.set_rows(PeerRows(most_rows * size))
+        self._exchange.steps.set_rows(block_rows(most_rows, self._block, max_sequences=self._max_sequences))
         x = self.drafter.forward(self._backend.plan(Step(decode=tuple(tail.block(self._block) for tail in going))))
         self._exchange.steps.drain()
         if going:
@@ -136,6 +157,14 @@ class BlockSpeculation:
             before = torch.tensor([going[i].last for i in kept], dtype=torch.int64)
             biased = _rows(logits[:, number - 1], kept) + self.drafter.bias(to_device(before, x.device))
             _extend([going[i] for i in kept], biased, self._backend, self._eos_token_ids)
+
+
+def block_rows(most: int, block: BlockDrafts, *, max_sequences: int | None) -> PeerRows:
+    """Return the rows of a pass over blocks. Ranks bring up to `most` rows and `max_sequences` sequences to the step.
+
+    A sequence with a block has one row of the step or more.
+    """
+    return PeerRows((most if max_sequences is None else min(most, max_sequences)) * block.size)
 
 
 def _extend(tails: "Sequence[Tail]", logits: torch.Tensor, backend: Backend, eos_token_ids: tuple[int, ...]) -> None:

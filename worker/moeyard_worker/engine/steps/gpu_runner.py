@@ -22,7 +22,6 @@ from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.sampling.sampling import Yielded, chosen_logits, feed
 from moeyard_worker.engine.sampling.scoring import score, warm_scoring
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
-from moeyard_worker.engine.steps.drafting import BlockSpeculation
 from moeyard_worker.engine.steps.graphs import CapturedStep, StepGraphs, smallest
 from moeyard_worker.engine.steps.in_flight import InFlight, LaunchedStep, Routed, Verified
 from moeyard_worker.engine.steps.programs import ACCEPT, IDLE_DRAFT, MODEL, StepPrograms, draft_part
@@ -186,7 +185,6 @@ class GpuRunner:
             sizes = {size for size in sizes if size > MAX_PROMPT}
         for size in sorted(sizes, reverse=True):
             speculation = self._runner.speculation if self._drafts else None
-            assert not isinstance(speculation, BlockSpeculation), "DSpark runs on a CPU only"
             if not self._backend.captures_prompts:
                 plan = self._backend.plan(self._prompt_of(size))
                 # Gates do not count rows without an entry.
@@ -326,10 +324,11 @@ class GpuRunner:
     def _draft(self, found: CapturedStep, step: Step, requests: Sequence[Request], num_drafts: int) -> Verified:
         """Count the accepted tokens and draft behind them. A rank without rows only takes part in the passes."""
         drawn = any(request.sampling.temperature for request in requests)
+        num_passes = min(num_drafts, self._programs.num_passes)
         if not step.chunks:
-            parts = [IDLE_DRAFT] * num_drafts
+            parts = [IDLE_DRAFT] * num_passes
         else:
-            parts = [draft_part(drawn, number) for number in range(1, num_drafts + 1)] or [ACCEPT]
+            parts = [draft_part(drawn, number) for number in range(1, num_passes + 1)] or [ACCEPT]
         for part in parts:
             found.graphs[part].replay()
         state = self._programs.tails.state[: len(step.decode)]

@@ -2,12 +2,13 @@
 
 A step without drafts has one part: the model over all rows and the argmax of the logits. A step that verifies drafts
 has more parts. One counts the accepted tokens. One runs the multi-token prediction layer over the same rows, each with
-the token after it. Every further draft is a pass over one row per sequence. The state that the next step begins with
-stays on the device (`tails`). In a model that drafts, a prompt step ends with its logits; the host chooses the tokens
-and makes the drafts.
+the token after it. Every further draft is a pass over one row per sequence. With DSpark the model's part also stores
+the keys of its rows, and one part makes all drafts in one pass. The state that the next step begins with stays on the
+device (`tails`). In a model that drafts, a prompt step ends with its logits; the host chooses the tokens and makes the
+drafts.
 
-With peers every pass is an exchange that all ranks join. They agree on the number of passes of a step and on the most
-rows that a rank verifies. A rank without rows has one part for the model's exchanges and one for those of a pass.
+With peers every pass is an exchange that all ranks join. They agree on whether and how often a step drafts, and on the
+most rows that a rank verifies. A rank without rows has one part for the model's exchanges and one for those of a pass.
 
 A draft is sampled with the noise of its position and with its request's temperature and cuts. Penalties, minimum
 lengths and grammars do not apply to drafts. Where these decide, more drafts are refused, and the tokens stay the same.
@@ -21,11 +22,13 @@ from typing import Any
 
 import torch
 
-from moeyard_kernels.backend import StepBackend, StepInputs, VerifiedRows
+from moeyard_kernels.backend import StepBackend, StepInputs, StepPlan, VerifiedRows
 from moeyard_kernels.types.step_size import StepSize
 from moeyard_worker.engine.sampling.step_sampler import StepSampler
-from moeyard_worker.engine.steps.drafting import BlockSpeculation
+from moeyard_worker.engine.steps.drafting import BlockSpeculation, block_rows
 from moeyard_worker.engine.steps.runner import Runner
+from moeyard_worker.models.dspark import BlockDrafter
+from moeyard_worker.models.mtp import Drafter
 
 # Parts of a program; `draft_part` names the parts of drafts.
 MODEL, ACCEPT, IDLE_DRAFT = "model", "accept", "draft"
@@ -84,8 +87,15 @@ class StepPrograms:
     ) -> None:
         self._model, self._backend, self._sampler = runner.model, backend, sampler
         self._exchange, self._num_drafts = runner.exchange, num_drafts
-        assert not isinstance(runner.speculation, BlockSpeculation), "DSpark runs on a CPU only"
-        self._drafter = None if runner.speculation is None else runner.speculation.drafter
+        self._max_sequences = max_sequences
+        self._drafter: Drafter | None = None
+        self._blocks: BlockDrafter | None = None
+        if isinstance(runner.speculation, BlockSpeculation):
+            self._blocks = runner.speculation.drafter
+        elif runner.speculation is not None:
+            self._drafter = runner.speculation.drafter
+        # The most parts that make drafts in a step.
+        self.num_passes = num_drafts if self._blocks is None else min(num_drafts, 1)
         self.tails: Any = None
         self._hidden: torch.Tensor | None = None
         if num_drafts:
@@ -109,8 +119,12 @@ class StepPrograms:
         parts: dict[str, Callable[[], object]] = {MODEL: partial(self.run_model, step)}
         if verifies:
             parts[ACCEPT] = partial(self._accept, step)
-            for drawn, number in product((False, True), range(1, 1 + self._num_drafts)):
-                make = partial(self._first, step, drawn) if number == 1 else partial(self._more, step, drawn, number)
+            for drawn, number in product((False, True), range(1, 1 + self.num_passes)):
+                if self._blocks is not None:
+                    make = partial(self._draft_block, step, drawn)
+                else:
+                    first = partial(self._first, step, drawn)
+                    make = first if number == 1 else partial(self._more, step, drawn, number)
                 parts[draft_part(drawn, number)] = make
         elif self._num_drafts and not size.rows:
             parts[IDLE_DRAFT] = partial(self._idle_draft, step)
@@ -124,7 +138,10 @@ class StepPrograms:
             return
         inputs.begin()
         hidden = self._model.hidden(inputs)
-        if self._hidden is not None:
+        if self._blocks is not None:
+            assert not inputs.num_prompt, "prompts of a model that drafts blocks are launched"
+            self._blocks.store(hidden, inputs)
+        elif self._hidden is not None:
             step.hidden = hidden if not inputs.num_prompt else self._hidden[: inputs.num_rows].copy_(hidden)
         logits = sampler.logits[: inputs.num_sampled]
         self._model.sampled(hidden, inputs, out=logits)
@@ -135,7 +152,10 @@ class StepPrograms:
         return step.verified.accept(self._sampler.last_ids[: step.inputs.num_rows])
 
     def _idle_draft(self, step: StepState) -> None:
-        self._pass(step, step.inputs.token_ids)
+        if self._blocks is None:
+            self._pass(step, step.inputs.token_ids)
+        else:
+            self._block_pass(step, step.inputs)
 
     def _pass(self, step: StepState, token_ids: torch.Tensor) -> torch.Tensor:
         """Run the drafting layer over the model's states; token_ids [num_rows] are the tokens after the rows."""
@@ -161,12 +181,39 @@ class StepPrograms:
         self._draw(step, drawn, number, x)
 
     def _draw(self, step: StepState, drawn: bool, number: int, x: torch.Tensor) -> None:
-        size, drafts = step.inputs.size, step.drafts[drawn]
+        drafts = step.drafts[drawn]
         assert self._drafter is not None, "drafts need a layer that makes them"
         assert drafts.end is not None, "the first draft comes first"
-        arguments: dict[str, Any] = {}
-        if drawn:
-            arguments = {**self._sampler.params_of(size.sequences, size.queries), "positions": drafts.end + number}
-        token = self._backend.sample(self._drafter.head(x).float(), **arguments).ids
+        token = self._token(step, drawn, drafts.end + number, self._drafter.head(x).float())
         drafts.states[number], drafts.tokens[number] = x, token
-        self.tails.state[: size.sequences, 1 + number] = token
+        self.tails.state[: step.inputs.size.sequences, 1 + number] = token
+
+    def _token(self, step: StepState, drawn: bool, positions: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Return the drafts [B] at positions [B], chosen by logits [B, V]."""
+        size, arguments = step.inputs.size, dict[str, Any]()
+        if drawn:
+            arguments = {**self._sampler.params_of(size.sequences, size.queries), "positions": positions}
+        ids: torch.Tensor = self._backend.sample(logits, **arguments).ids
+        return ids
+
+    def _draft_block(self, step: StepState, drawn: bool) -> None:
+        """Make all drafts from a block of rows per sequence. A block that does not fit leaves drafts of token 0, as do
+        drafts beyond a block."""
+        assert self._blocks is not None, "drafts need a drafter of blocks"
+        block, state = self._blocks.block, self.tails.state[: step.inputs.size.sequences]
+        end = step.verified.start + self._accept(step)
+        plan, fits = step.verified.block_rows(end, size=block.size, noise_token=block.noise_token)
+        count = min(self._num_drafts, block.size)
+        x = self._block_pass(step, plan).view(len(end), block.size, -1)[:, :count].flatten(0, 1)
+        logits, token = self._blocks.head(x).view(len(end), count, -1), state[:, 1]
+        for number in range(1, 1 + count):
+            biased = logits[:, number - 1].float() + self._blocks.bias(token)
+            token = torch.where(fits, self._token(step, drawn, end + number, biased), 0)
+            state[:, 1 + number] = token
+
+    def _block_pass(self, step: StepState, plan: StepPlan) -> torch.Tensor:
+        """Run the drafter's layers over a plan of blocks."""
+        assert self._blocks is not None, "drafts need a drafter of blocks"
+        rows = block_rows(step.inputs.size.peers, self._blocks.block, max_sequences=self._max_sequences)
+        self._exchange.steps.set_rows(rows)
+        return self._blocks.forward(plan)

@@ -64,7 +64,8 @@ class Runner:
     """A model with its dense weights and state on one rank.
 
     `load` gives the dense weights; `experts` computes the rows that the exchange delivers. The runner owns both.
-    `routing` receives the experts that rows choose, if requests may want them.
+    `routing` receives the experts that rows choose, if requests may want them. `max_sequences` bounds the sequences of
+    a step (None: its rows do).
     """
 
     model: Decoder
@@ -81,9 +82,10 @@ class Runner:
         dtype: torch.dtype,
         num_pages: int,
         num_state_slots: int = 0,
+        max_sequences: int | None = None,
         routing: StepRouting | None = None,
     ) -> None:
-        self.config = spec.config
+        self.config, self._max_sequences = spec.config, max_sequences
         self.page_size = page_size = backend.page_size
         self.backend = backend
         self.dtype = dtype
@@ -115,12 +117,16 @@ class Runner:
         )
         if spec.draft is None:
             return Loaded(model, None)
-        if (block := self.config.block_drafts) is not None:
-            blocks = BlockDrafter(spec, model=model, backend=self.backend, load=load)
-            return Loaded(
-                model,
-                BlockSpeculation(blocks, config=self.config, backend=self.backend, exchange=self.exchange, block=block),
+        if self.config.block_drafts is not None:
+            blocks = BlockSpeculation(
+                BlockDrafter(spec, model=model, backend=self.backend, load=load),
+                model=model,
+                config=self.config,
+                backend=self.backend,
+                exchange=self.exchange,
+                max_sequences=self._max_sequences,
             )
+            return Loaded(model, blocks)
         drafter = Drafter(spec, model.more_layers[0], model=model, backend=self.backend, load=load)
         speculation = Speculation(
             drafter,
