@@ -51,14 +51,14 @@ def load(url: str, stop: threading.Event, seed: int) -> None:
             stop.wait(chance.random() * 1.5)
 
 
-def reduce(path: Path) -> None:
-    """256 colours: the most frequent as they are, the others by how well they cover the rest."""
+def reduce(path: Path, colours: int = 256) -> None:
+    """Reduce the colours: the most frequent quarter as they are, the others by how well they cover the rest."""
     if find_spec("PIL") is None:
         return
     pillow = import_module("PIL.Image")
     image = pillow.open(path).convert("RGB")
-    counted = sorted(image.getcolors(image.width * image.height), reverse=True)[:64]
-    covering = image.quantize(192, method=1, dither=0).getpalette()
+    counted = sorted(image.getcolors(image.width * image.height), reverse=True)[: colours // 4]
+    covering = image.quantize(colours - colours // 4, method=1, dither=0).getpalette()
     palette = pillow.new("P", (1, 1))
     palette.putpalette([part for _, colour in counted for part in colour] + covering)
     image.quantize(palette=palette, dither=0).save(path, optimize=True)

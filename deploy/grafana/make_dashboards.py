@@ -18,6 +18,10 @@ DEFAULT_PERCENTILE = "p95"
 GRID = 24
 FLEET = 'job=~"$job", model_name="$model_name"'
 SERIES = re.compile(r"\b(moeyard[_:][a-zA-Z0-9_:]+)(\{[^}]*\})?")
+# End of a legend whose line has its axis on the right.
+RIGHT = "(right)"
+# Columns of every table that say nothing.
+HIDE_COLUMNS = {"id": "organize", "options": {"excludeByName": {"Time": True, "__name__": True, "Value": True}}}
 # Kind in panels.yml -> Grafana's type, width and height in grid units: six stats or three graphs fill a line.
 KINDS = {"stat": ("stat", 4, 4), "graph": ("timeseries", 8, 7), "table": ("table", 24, 6)}
 
@@ -52,6 +56,30 @@ def link(title: str, name: str) -> dict[str, Any]:
     return {"title": title, "url": f"/d/moeyard-{name}?${{__url_time_range}}&${{__all_variables}}"}
 
 
+def thresholds(red: float | None) -> dict[str, Any]:
+    """Return thresholds that are green, and red from `red` on. Without any, Grafana makes a stat red from 80 on."""
+    steps: list[dict[str, Any]] = [{"color": "green", "value": None}]
+    if red is not None:
+        steps.append({"color": "red", "value": red})
+    return {"mode": "absolute", "steps": steps}
+
+
+def overrides(panel: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the settings of single lines of a panel."""
+    red, colors = panel.get("red"), panel.get("colors", {})
+    found: list[tuple[str, str, str, Any]] = []
+    for name, color in colors.items():
+        found.append(("byName", name, "color", {"mode": "fixed", "fixedColor": color}))
+    if isinstance(red, dict):
+        found += [("byName", name, "thresholds", thresholds(value)) for name, value in red.items()]
+    if any(legend.endswith(RIGHT) for legend, _ in queries(panel)):
+        found.append(("byRegexp", f"/{re.escape(RIGHT)}$/", "custom.axisPlacement", "right"))
+    return [
+        {"matcher": {"id": matcher, "options": name}, "properties": [{"id": setting, "value": value}]}
+        for matcher, name, setting, value in found
+    ]
+
+
 def panel_json(panel: dict[str, Any], number: int) -> dict[str, Any]:
     """Return Grafana's JSON of one panel, without its position."""
     kind = next(k for k in KINDS if k in panel)
@@ -71,11 +99,13 @@ def panel_json(panel: dict[str, Any], number: int) -> dict[str, Any]:
     defaults: dict[str, Any] = {"unit": panel["unit"], "min": 0}
     if "top" in panel:
         defaults["max"] = panel["top"]
-    if "red" in panel:
-        steps = [{"color": "green", "value": None}, {"color": "red", "value": panel["red"]}]
-        defaults["thresholds"] = {"mode": "absolute", "steps": steps}
+    red = panel.get("red")
+    if kind == "stat" or red is not None:
+        defaults["thresholds"] = thresholds(None if isinstance(red, dict) else red)
+    if "needs" in panel:
+        defaults["noValue"] = f"No data without {panel['needs']}"
     custom: dict[str, Any] = {}
-    if "red" in panel and kind == "graph":
+    if red is not None and kind == "graph":
         custom["thresholdsStyle"] = {"mode": "dashed"}
     if panel.get("stack"):
         custom |= {"stacking": {"mode": "normal", "group": "A"}, "fillOpacity": 25}
@@ -93,10 +123,11 @@ def panel_json(panel: dict[str, Any], number: int) -> dict[str, Any]:
         "title": panel[kind],
         "description": description,
         "datasource": DATASOURCE,
-        "fieldConfig": {"defaults": defaults, "overrides": []},
+        "fieldConfig": {"defaults": defaults, "overrides": overrides(panel)},
         "options": options,
         "links": [link("Details", panel["more"])] if "more" in panel else [],
         "targets": targets,
+        **({"transformations": [HIDE_COLUMNS]} if table else {}),
     }
 
 

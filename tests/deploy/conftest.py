@@ -146,13 +146,18 @@ def rank_series() -> frozenset[str]:
     return frozenset((*WORKER_OTHERS, *(f"{name}_count" for name in WORKER_HISTOGRAMS)))
 
 
+def find_program(name: str) -> str | None:
+    """Return the path of `prometheus` or `promtool`: from deploy/tools/get_prometheus.sh, else on PATH."""
+    fetched = ROOT / ".tools" / "prometheus" / "usr" / "bin" / name
+    return str(fetched) if fetched.exists() else shutil.which(name)
+
+
 @pytest.fixture(scope="session")
 def program() -> Callable[[str], str]:
-    """Path of `prometheus` or `promtool`, fetched by deploy/tools/get_prometheus.sh or found on PATH."""
+    """Path of `prometheus` or `promtool`."""
 
     def find(name: str) -> str:
-        fetched = ROOT / ".tools" / "prometheus" / "usr" / "bin" / name
-        path = str(fetched) if fetched.exists() else shutil.which(name)
+        path = find_program(name)
         if path is None and shutil.which("apt-get") is None:
             pytest.skip(f"{name} is not installed and there is no apt-get to fetch it with")
         assert path is not None, f"{name} is missing: run deploy/tools/get_prometheus.sh (make test does)"
@@ -168,22 +173,32 @@ def dashboards() -> dict[str, dict[str, Any]]:
     return {file.stem: json.loads(file.read_text()) for file in files}
 
 
+def resolve(query: str) -> str:
+    """Replace Grafana's variables by values."""
+    values = {"__rate_interval": "1m", "rank": ".*", "job": ".*", "model_name": "demo", "percentile": "0.95"}
+    resolved = re.sub(r"\$(\w+)", lambda variable: values.get(variable[1], variable[0]), query)
+    assert "$" not in resolved, f"unknown variable in {query}"
+    return resolved
+
+
+@pytest.fixture(scope="session")
+def annotation_queries(dashboards: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Name -> PromQL of each annotation, all of which every dashboard has."""
+    found = [{each["name"]: each["expr"] for each in board["annotations"]["list"]} for board in dashboards.values()]
+    assert all(queries == found[0] for queries in found)
+    return {name: resolve(query) for name, query in found[0].items()}
+
+
 @pytest.fixture(scope="session")
 def dashboard_queries(dashboards: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Dashboard, panel and legend -> PromQL with Grafana's variables replaced by values."""
-    values = (("$__rate_interval", "1m"), ("$rank", ".*"), ("$job", ".*"), ("$model_name", "demo"))
-    values += (("$percentile", "0.95"),)
     queries = {}
     for name, dashboard in dashboards.items():
         for panel in dashboard["panels"]:
             for target in panel.get("targets", []):
-                query = target["expr"]
-                for variable, value in values:
-                    query = query.replace(variable, value)
-                assert "$" not in query, f"{panel['title']}: unknown variable in {query}"
                 title = f"{name} / {panel['title']} / {target['legendFormat']}"
                 assert title not in queries, title
-                queries[title] = query
+                queries[title] = resolve(target["expr"])
     return queries
 
 

@@ -4,11 +4,7 @@ The fleet is under load, and it has lost a rank. The dashboards are ours and vLL
 """
 
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,18 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
-import yaml
+from tests.browser import find_browser
 from tests.deploy.conftest import GPU_HISTOGRAMS
-from tests.deploy.test_serve import free_port, get
+from tests.deploy.live_fleet import Running, kill_rank, scrape, serve_demo
 from tests.deploy.vllm_dashboards import read_queries
+from tests.grafana_pictures import draw
 from tests.limits import HANG_SECONDS
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
-# Fewer slots than a rank's 48 experts (16 in each of 3 layers) cause misses and evictions.
-EXPERT_SLOTS = 16
 # Panels without data on this machine: they need a GPU, six of them also NVIDIA's dcgm-exporter.
 GPU_PANELS = {
     "exchange / Step time on the GPU",
@@ -43,68 +36,11 @@ GPU_PANELS = {
 PREFIX = "There are more experts than there is fast memory. Those that are used often should stay near. " * 4
 
 
-class Running:
-    """A child process with its output in a file; SIGINT stops it, like Ctrl-C."""
-
-    def __init__(self, command: list[str], log: Path, url: str) -> None:
-        folders = os.pathsep.join(str(ROOT / name) for name in ("worker", "router", "kernels", "deploy"))
-        self.log = log
-        self.url = url
-        with log.open("wb") as output:
-            # A separate session makes a group that can be killed whole if it does not stop.
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": folders, "OMP_NUM_THREADS": "1"},
-                start_new_session=True,
-            )
-
-    def wait_for(self, url: str) -> None:
-        """Wait until `url` answers 200, or the process ends."""
-        deadline = time.monotonic() + HANG_SECONDS
-        last = "no answer yet"
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, f"exit code {self.process.returncode}:\n{self.tail()}"
-            try:
-                response = get(url)
-                if response.status_code == 200:
-                    return
-                last = f"{response.status_code} {response.text}"
-            except httpx.TransportError as error:
-                last = str(error)
-            time.sleep(0.05)
-        raise AssertionError(f"{url} is not ready ({last}):\n{self.tail()}")
-
-    def tail(self) -> str:
-        return self.log.read_text(errors="replace")[-4000:]
-
-    def stop(self) -> int:
-        """Stop the process and return its exit code; the rest of its group is killed."""
-        self.process.send_signal(signal.SIGINT)
-        try:
-            return self.process.wait(HANG_SECONDS)
-        finally:
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """`moeyard serve` of the demo checkpoint with two ranks. Low limits make requests wait and experts miss."""
-    port, folder = free_port(), tmp_path_factory.mktemp("fleet")
-    command = [sys.executable, "-m", "moeyard", "serve", str(ROOT / "deploy" / "demo")]
-    command += ["--workers", "2", "--port", str(port), "--expert-slots", str(EXPERT_SLOTS), "--speculate", "mtp"]
-    command += ["--max-num-seqs", "1", "--record-routing", str(folder / "routing"), "--metric-aliases", "vllm"]
-    running = Running(command, folder / "log", f"http://127.0.0.1:{port}")
-    try:
-        running.wait_for(f"{running.url}/readyz")
+    """The demo fleet. Low limits make requests wait and experts miss."""
+    with serve_demo(tmp_path_factory.mktemp("fleet"), "--max-num-seqs", "1", "--metric-aliases", "vllm") as running:
         yield running
-    finally:
-        code = running.stop()
-    assert code == 0, f"exit code {code} after Ctrl-C:\n{running.tail()}"
 
 
 @pytest.fixture(scope="module")
@@ -119,22 +55,11 @@ def prometheus(
 ) -> Iterator[httpx.Client]:
     """A client of a Prometheus with deploy/prometheus, this fleet's addresses and one-second intervals."""
     folder = tmp_path_factory.mktemp("prometheus")
-    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
-    config["global"] = dict.fromkeys(config["global"], "1s")
-    config["rule_files"] = [str(ROOT / "deploy/prometheus" / name) for name in config["rule_files"]]
-    port = free_port()
-    text = yaml.safe_dump(config).replace("router:8000", fleet.removeprefix("http://"))
-    text = text.replace("localhost:9090", f"127.0.0.1:{port}").replace("refresh_interval: 15s", "refresh_interval: 1s")
-    (folder / "prometheus.yml").write_text(text)
-    command = [program("prometheus"), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-    command += [f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn"]
-    running = Running(command, folder / "log", f"http://127.0.0.1:{port}")
-    try:
-        running.wait_for(f"{running.url}/-/ready")
-        with httpx.Client(base_url=running.url, timeout=HANG_SECONDS, trust_env=False) as client:
-            yield client
-    finally:
-        running.stop()
+    with (
+        scrape(fleet, program("prometheus"), folder, interval="1s") as running,
+        httpx.Client(base_url=running.url, timeout=HANG_SECONDS, trust_env=False) as client,
+    ):
+        yield client
 
 
 def chat(client: httpx.Client, question: str) -> None:
@@ -186,10 +111,7 @@ def traffic(fleet: str) -> Iterator[None]:
 def incident(served: Running, prometheus: httpx.Client, traffic: None) -> None:
     """Kill a rank under load, and wait until Prometheus knows that the fleet has recovered."""
     wait_until_all_have_values(prometheus, {"before": "moeyard_recoveries_total == 0"})
-    children = psutil.Process(served.process.pid).children(recursive=True)
-    ranks = [process for process in children if "RankActor" in " ".join(process.cmdline())]
-    assert len(ranks) == 2
-    ranks[1].kill()
+    kill_rank(served)
     wait_until_all_have_values(prometheus, {"after": "moeyard_recoveries_total == 1"})
 
 
@@ -231,6 +153,16 @@ def test_every_dashboard_query_has_values(
     wait_until_all_have_values(prometheus, queries)
 
 
+@pytest.mark.usefixtures("incident")
+def test_pictures_of_dashboards_can_be_drawn(prometheus: httpx.Client, tmp_path: Path) -> None:
+    program = find_browser()
+    if program is None:
+        pytest.skip("no Chromium on PATH")
+    empty = draw(program, str(prometheus.base_url).rstrip("/"), int(time.time()), 60, tmp_path)
+    assert empty >= GPU_PANELS
+    assert len(list(tmp_path.glob("grafana-*.png"))) == 5
+
+
 def operands(expression: str) -> list[str]:
     """Return the parts of an alert's condition between comparisons, `and` and `unless`, without numbers."""
     parts = re.split(r"\s+(?:and|unless on \(\w+\)|[<>=]=|[<>])\s+", expression)
@@ -239,20 +171,16 @@ def operands(expression: str) -> list[str]:
 
 @pytest.mark.usefixtures("incident")
 def test_every_operand_of_alerts_and_annotations_has_values(
-    prometheus: httpx.Client, alerts: dict[str, str], dashboards: dict[str, dict[str, Any]]
+    prometheus: httpx.Client, alerts: dict[str, str], annotation_queries: dict[str, str]
 ) -> None:
     """The conditions themselves have no value on a healthy fleet."""
-    found = {each["name"]: each["expr"] for board in dashboards.values() for each in board["annotations"]["list"]}
-    conditions = {
-        **alerts,
-        **{name: expr.replace("$job", ".*").replace("$model_name", "demo") for name, expr in found.items()},
-    }
+    conditions = {**alerts, **annotation_queries}
     assert len(conditions) == len(alerts) + 4
     for condition in conditions.values():
         evaluate(prometheus, condition)
     queries = {f"{name} / {part}": part for name, condition in conditions.items() for part in operands(condition)}
     # Prometheus has series of alerts only while one is pending or fires.
-    wait_until_all_have_values(prometheus, {name: q for name, q in queries.items() if not q.startswith("ALERTS{")})
+    wait_until_all_have_values(prometheus, {name: q for name, q in queries.items() if "ALERTS{" not in q})
 
 
 @pytest.mark.usefixtures("traffic")

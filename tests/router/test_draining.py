@@ -122,6 +122,10 @@ def test_planned_restart_is_not_a_loss(launched, wait_for, pool):
     assert service.client.get("/readyz").json()["reason"] == "recovering: worker 2 is being restarted"
     late = pool.submit(service.complete, prompt="come in", max_tokens=3)
     launcher.kill(2)
+    lines = {f'moeyard_workers{{model_name="tiny",state="{s}"}} {n:.1f}' for s, n in (("failed", 0), ("stopping", 1))}
+    wait_for(
+        lambda: lines <= set(service.client.get("/metrics").text.splitlines()), "a restart must not look like a loss"
+    )
     launcher.heal(2, incident={"reason": "rank 2 is restarted"})
     assert [answer.result() for answer in answers] == expected
     assert late.result()["usage"]["completion_tokens"] == 3

@@ -67,7 +67,9 @@ class Rank:
 
     @property
     def shown(self) -> str:
-        """The state in metrics, where a ready rank that drains is draining."""
+        """The state in metrics. A ready rank that drains is draining. A lost one that leaves on request is stopping."""
+        if self.leaving and self.state == "failed":
+            return "stopping"
         return "draining" if self.draining and self.state == "ready" else self.state
 
     @property
