@@ -26,7 +26,7 @@ from moeyard_kernels import ops
 from moeyard_kernels.experts import expert_layout, grouped_gemm, grouped_packed
 from moeyard_kernels.experts.packed_product import PackedConfig
 from moeyard_kernels.linear import linear_packed
-from moeyard_kernels.types.expert_layout import ExpertPairs, expert_block_rows
+from moeyard_kernels.types.expert_layout import FEW_PAIRS, ExpertLayout, ExpertPairs, expert_block_rows
 from moeyard_kernels.types.matrix import Matrix, dequantize
 from moeyard_kernels.types.weight_form import WeightForm, fp4_tiles, fp8_tiles, int4_tiles
 
@@ -160,66 +160,100 @@ def prompts(warm: bool) -> Iterator[Product]:
                 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The experts of a layer, and `layouts` of different choices of its tokens.
+
+    They read more than L2 holds, so that each launch reads its codes from memory. `read`: bytes that a launch reads on
+    average.
+    """
+
+    gate_up: Matrix
+    down: Matrix
+    top_k: int
+    x: torch.Tensor
+    layouts: list[ExpertLayout | ExpertPairs]
+    read: int
+
+
+def stacks_of(form: WeightForm, count: int, hidden: int, inner: int, *, warm: bool) -> tuple[Matrix, Matrix]:
+    """Return gate_up and down of random experts: 8 if only kernels are compiled."""
+    slots = 8 if warm else count
+    gate_up = random_stack(form, slots, matrices=2, rows=inner, columns=hidden)
+    return gate_up, random_stack(form, slots, matrices=1, rows=hidden, columns=inner)
+
+
+def layer_of(stacks: tuple[Matrix, Matrix], count: int, top_k: int, num_tokens: int, *, rows: int = 0) -> Layer:
+    """Return random choices among `count` experts. rows: of the layouts' blocks, 0 for the number in the engine."""
+    gate_up, down = stacks
+    slots = gate_up.shape[0]
+    expert = sum(a[0].nbytes for a in (*gate_up.arrays, *down.arrays))
+    slot_of = torch.arange(count, dtype=torch.int32, device="cuda") % slots
+    layouts: list[ExpertLayout | ExpertPairs] = []
+    active = 0
+    while not layouts or (active * expert < _ROTATED and slots == count):
+        ids = torch.rand(num_tokens, count, device="cuda").argsort(1)[:, :top_k].contiguous()
+        block = rows or expert_block_rows(ids.numel(), count)
+        laid_out = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=block)
+        active += int((laid_out.counts > 0).sum())
+        few = ids.numel() <= FEW_PAIRS
+        layouts.append(ExpertPairs(topk_ids=ids, slot_of_expert=slot_of, num_slots=slots) if few else laid_out)
+    x = torch.randn(num_tokens, gate_up.shape[-1], device="cuda").bfloat16()
+    return Layer(gate_up=gate_up, down=down, top_k=top_k, x=x, layouts=layouts, read=active * expert // len(layouts))
+
+
 def experts(warm: bool) -> Iterator[Product]:
     """Yield the experts of models."""
     for name, form, count, top_k, hidden, inner, tokens in _EXPERTS:
-        slots = 8 if warm else count
-        gate_up = random_stack(form, slots, matrices=2, rows=inner, columns=hidden)
-        down = random_stack(form, slots, matrices=1, rows=hidden, columns=inner)
-        plain = values(gate_up), values(down)
+        stacks = stacks_of(form, count, hidden, inner, warm=warm)
+        plain = values(stacks[0]), values(stacks[1])
         for num_tokens in tokens:
-            x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
-            ids = torch.rand(num_tokens, count, device="cuda").argsort(1)[:, :top_k].contiguous()
-            slot_of = torch.arange(count, dtype=torch.int32, device="cuda") % slots
-            rows = expert_block_rows(ids.numel(), count)
-            laid_out = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
-            layout: Any = laid_out
-            if ids.numel() <= 64:
-                layout = ExpertPairs(topk_ids=ids, slot_of_expert=slot_of, num_slots=slots)
-            active = int((laid_out.counts > 0).sum())
+            its = layer_of(stacks, count, top_k, num_tokens)
             yield Product(
-                name=f"{name} T={num_tokens} blocks of {getattr(layout, 'block_rows', 0)}",
-                run=lambda _, x=x, layout=layout, g=gate_up, d=down, k=top_k: grouped_packed.grouped_gemm_packed(
-                    x, g, d, layout, top_k=k
+                name=f"{name} T={num_tokens} blocks of {its.layouts[0].block_rows}",
+                run=lambda i, of=its: grouped_packed.grouped_gemm_packed(
+                    of.x, of.gate_up, of.down, of.layouts[i], top_k=of.top_k
                 ),
-                bf16=lambda _, x=x, layout=layout, w=plain, k=top_k: grouped_gemm.grouped_gemm(x, *w, layout, top_k=k),
-                copies=1,
-                read=active * sum(a[0].nbytes for a in (*gate_up.arrays, *down.arrays)),
+                bf16=lambda i, of=its, w=plain: grouped_gemm.grouped_gemm(of.x, *w, of.layouts[i], top_k=of.top_k),
+                copies=len(its.layouts),
+                read=its.read,
             )
 
 
 def experts_configs(warm: bool) -> Iterator[Product]:
-    """Yield both products of 8192 tokens, in several configs."""
-    for name, form, count, top_k, hidden, inner, _ in _EXPERTS[:2]:
-        slots = 8 if warm else count
-        gate_up = random_stack(form, slots, matrices=2, rows=inner, columns=hidden)
-        down = random_stack(form, slots, matrices=1, rows=hidden, columns=inner)
-        ids = torch.rand(8192, count, device="cuda").argsort(1)[:, :top_k].contiguous()
-        slot_of = torch.arange(count, dtype=torch.int32, device="cuda") % slots
-        x = torch.randn(8192, hidden, device="cuda").bfloat16()
-        rows = 128
-        layout = expert_layout.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
-        h = torch.randn(layout.pairs.numel(), inner, device="cuda").bfloat16()
-        out = torch.empty(ids.numel(), hidden, dtype=torch.bfloat16, device="cuda")
-        for tiles, stages, warps in ((1, 2, 8), (1, 3, 8), (1, 4, 8), (2, 2, 8), (2, 3, 8), (1, 3, 4)):
-            for gated, matrix, source, target in ((True, gate_up, x, h), (False, down, h, out)):
-                wide = (64 if gated else 128) // (2 if warps == 4 else 1)
+    """Yield both products in several configs: of 8192 tokens, and of few."""
+    many = [(1, 2, 8), (1, 3, 8), (1, 4, 8), (2, 2, 8), (2, 3, 8), (1, 3, 4)]
+    few = [*itertools.product((1, 2, 4, 8), (2, 3, 4, 6), (4,))]
+    for model, num_tokens in (*((each, 8192) for each in _EXPERTS[:2]), (_EXPERTS[3], 1), (_EXPERTS[3], 8)):
+        name, form, count, top_k, hidden, inner, _ = model
+        stacks = stacks_of(form, count, hidden, inner, warm=warm)
+        its = layer_of(stacks, count, top_k, num_tokens, rows=128 if num_tokens > 64 else 0)
+        first = its.layouts[0]
+        rows = first.block_rows if isinstance(first, ExpertLayout) else 8 if num_tokens == 1 else 16
+        h = torch.randn(grouped_packed.num_rows(first), its.down.shape[-1], device="cuda").bfloat16()
+        out = torch.empty(first.num_pairs, its.x.shape[1], dtype=torch.bfloat16, device="cuda")
+        for (tiles, stages, warps), gated in itertools.product(many if num_tokens > 64 else few, (True, False)):
+            matrix, source, target = (its.gate_up, its.x, h) if gated else (its.down, h, out)
+            for columns in (64,) if num_tokens > 64 else (32, 64):
+                wide = columns * (1 if gated else 2) // (2 if num_tokens > 64 and warps == 4 else 1)
                 config = PackedConfig(BN=wide, tiles=tiles, num_stages=stages, num_warps=warps)
                 dim = matrix.shape[-1]
-                needed = grouped_packed.shared_bytes(config, form, dim=dim, rows=rows, gated=gated)
-                if needed > grouped_packed.MAX_SHARED:
+                needed = grouped_packed.shared_bytes(config, matrix.form, dim=dim, rows=rows, gated=gated)
+                if needed > grouped_packed.MAX_SHARED or dim // matrix.form.tile_columns % tiles:
                     continue
                 run = grouped_packed.gate_up_rows if gated else grouped_packed.down_pairs
-                more = {"top_k": top_k} if gated else {}
+                more = {"top_k": its.top_k} if gated else {}
                 yield Product(
-                    name=f"{name} {'gate_up' if gated else 'down'} rows={rows} tiles={tiles} stages={stages} "
-                    f"warps={warps} BN={wide}",
-                    run=lambda _, run=run, s=source, m=matrix, y=layout, t=target, c=config, more=more: run(
-                        s, m, y, out=t, config=c, **more
+                    name=f"{name} T={num_tokens} {'gate_up' if gated else 'down'} rows={rows} tiles={tiles} "
+                    f"stages={stages} warps={warps} BN={wide}",
+                    run=lambda i, run=run, s=source, m=matrix, y=its.layouts, t=target, c=config, more=more: run(
+                        s, m, y[i], out=t, config=c, **more
                     ),
                     bf16=None,
-                    copies=1,
-                    read=sum(a.nbytes for a in matrix.arrays),
+                    copies=len(its.layouts),
+                    read=its.read
+                    * sum(a.nbytes for a in matrix.arrays)
+                    // sum(a.nbytes for a in (*its.gate_up.arrays, *its.down.arrays)),
                 )
 
 
