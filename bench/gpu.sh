@@ -230,6 +230,8 @@ launches() {
   engine launches_kimi 90 --shape Kimi-Linear-48B-A3B --layers 8 --streams 1 64 --prefill 1x1024 1x8192 --profile
   engine launches_qwen 90 --shape Qwen3.5-35B-A3B --layers 8 --streams 1 64 --prefill 1x8192 --profile
   engine launches_gqa 90 --shape Qwen3-30B-A3B --layers 8 --streams 1 --prefill 1x8192 4x4096 --profile
+  engine launches_fp8 90 --shape Qwen3-30B-A3B --layers 8 --quantization fp8 --streams 1 8 --prefill 1x8192 --profile
+  engine launches_v4 150 --shape DeepSeek-V4-Flash --layers 8 --quantization fp4 --streams 1 8 --prefill 1x8192 --profile
 }
 # Steps behind long prompts, in which few sequences split their keys over all multiprocessors.
 contexts() {
