@@ -17,6 +17,7 @@ OPS = ("grouped_gemm_packed",)
 TOP_K = 8
 # Qwen3-30B-A3B: experts, hidden size, intermediate size of an expert.
 _EXPERTS, _HIDDEN, _INNER = 128, 2048, 768
+_RULE = GateRule(top_k=TOP_K, scoring="softmax", renormalize=True)
 FORMS = MappingProxyType(
     {
         "fp8": fp8_tiles(128, 128),
@@ -96,36 +97,47 @@ def _case(name: str, num_tokens: int, gate_up: Matrix, down: Matrix, plain: tupl
     )
 
 
+def _chosen(
+    x: torch.Tensor,
+    gate_up: Matrix,
+    down: Matrix,
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    counts: torch.Tensor,
+    entries: torch.Tensor,
+    *,
+    ahead: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Return weights, ids and results of one token. ahead: the choice has a launch of its own."""
+    weights, ids = (logits.new_empty(1, TOP_K, dtype=d) for d in (torch.float32, torch.int64))
+    choice = TokenChoice(rule=_RULE, logits=logits, bias=None, weights=weights, ids=ids, counts=counts, entries=entries)
+    if ahead:
+        topk_gate.make_choice(choice)
+    pairs = ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=len(slots), choice=None if ahead else choice)
+    return weights, ids, grouped_packed.grouped_gemm_packed(x, gate_up, down, pairs, top_k=TOP_K)
+
+
 def _choice_case(name: str, gate_up: Matrix, down: Matrix) -> Case:
     """Return one token's experts with their choice, beside the choice's launch and the products."""
-    rule = GateRule(top_k=TOP_K, scoring="softmax", renormalize=True)
     x = torch.empty(1, _HIDDEN, dtype=torch.bfloat16, device="cuda").normal_()
     logits = torch.randn(1, _EXPERTS, device="cuda").bfloat16()
     counts, entries = (torch.zeros(n, dtype=torch.int64, device="cuda") for n in (_EXPERTS, 1))
     slots = torch.arange(_EXPERTS, dtype=torch.int32, device="cuda")
-
-    def run(*, ahead: bool) -> tuple[torch.Tensor, ...]:
-        weights, ids = (logits.new_empty(1, TOP_K, dtype=d) for d in (torch.float32, torch.int64))
-        choice = TokenChoice(
-            rule=rule, logits=logits, bias=None, weights=weights, ids=ids, counts=counts, entries=entries
-        )
-        if ahead:
-            topk_gate.make_choice(choice)
-        pairs = ExpertPairs(topk_ids=ids, slot_of_expert=slots, num_slots=_EXPERTS, choice=None if ahead else choice)
-        return weights, ids, grouped_packed.grouped_gemm_packed(x, gate_up, down, pairs, top_k=TOP_K)
+    arguments = x, gate_up, down, logits, slots, counts, entries
+    run, chain = (partial(_chosen, *arguments, ahead=ahead) for ahead in (False, True))
 
     def prove() -> None:
-        assert_bits("chosen ahead", run(ahead=False), run(ahead=True))
+        assert_bits("chosen ahead", run(), chain())
 
     return Case(
         op="grouped_gemm_packed",
         shape=f"Qwen3-30B-A3B {name} T=1, {TOP_K} experts and their choice",
-        run=partial(run, ahead=False),
+        run=run,
         prove=prove,
         num_bytes=TOP_K * sum(array[0].nbytes for array in (*gate_up.arrays, *down.arrays)),
         num_flops=TOP_K * 6 * _INNER * _HIDDEN,
         target=Target("speedup", 1.0),
-        baseline=partial(run, ahead=True),
+        baseline=chain,
         baseline_name="chosen ahead",
         early=False,
     )
