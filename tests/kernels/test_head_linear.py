@@ -88,7 +88,7 @@ def test_every_config_is_right(config: kernel.HeadConfig | kernel.HopperHeads, a
         assert torch.equal(y, run(x, weight))
 
 
-@pytest.mark.parametrize("rows", [1, 5, 17, 40, 64, 70, 300])
+@pytest.mark.parametrize("rows", [1, 17, 70, *(pytest.param(n, marks=pytest.mark.slow) for n in (5, 40, 64, 300))])
 def test_long_groups_run_as_one_product(rows: int) -> None:
     """The kernels of `linear` take groups with a long K, with the same bits in every config, and ignore neighbours."""
     x, weight = draw(rows, 3, 1024, dtype=BF16), draw(3, 256, 1024, dtype=BF16)

@@ -234,7 +234,7 @@ LIMITS: dict[str, Any] = {"max_num_seqs": 5, "prefill_chunk": 128, "max_batch_to
 
 ON_CPU = pytest.mark.skipif(GPU, reason="its steps would run on the GPU, in bfloat16")
 STEPS = pytest.mark.parametrize(
-    "steps", ["cpu", pytest.param("graphs", marks=ON_CPU), pytest.param("launches", marks=ON_CPU)]
+    "steps", ["cpu", pytest.param("graphs", marks=ON_CPU), pytest.param("launches", marks=(ON_CPU, pytest.mark.slow))]
 )
 
 
