@@ -17,24 +17,26 @@ from moeyard_kernels.types.layers import CompressedLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Inputs:
+class RowInputs:
     """Rows of a step: q and kv as projected, cos and sin of their positions, and the product with `compress`."""
 
     q: torch.Tensor
     kv: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    compressed: torch.Tensor | None
+    compressed: torch.Tensor | None = None
 
-    def part(self, rows: slice) -> "_Inputs":
+    def part(self, rows: slice) -> "RowInputs":
         compressed = None if self.compressed is None else self.compressed[rows]
-        return _Inputs(q=self.q[rows], kv=self.kv[rows], cos=self.cos[rows], sin=self.sin[rows], compressed=compressed)
+        return RowInputs(
+            q=self.q[rows], kv=self.kv[rows], cos=self.cos[rows], sin=self.sin[rows], compressed=compressed
+        )
 
-    def at(self, rows: torch.Tensor) -> "_Inputs":
+    def at(self, rows: torch.Tensor) -> "RowInputs":
         compressed = None if self.compressed is None else self.compressed.index_select(0, rows)
         # One table of both keeps their strides equal.
         cos, sin = torch.cat((self.cos, self.sin), 1).index_select(0, rows).chunk(2, 1)
-        return _Inputs(
+        return RowInputs(
             q=self.q.index_select(0, rows), kv=self.kv.index_select(0, rows), cos=cos, sin=sin, compressed=compressed
         )
 
@@ -67,7 +69,7 @@ class CudaCompressed:
             rows = x.to(self._compress.dtype)
             compressed = ops.linear(rows, self._compress, static_weight=True, out_dtype=torch.float32)
         cos, sin = plan.rotation(layer.rope)
-        inputs, parts = _Inputs(q=q, kv=kv, cos=cos, sin=sin, compressed=compressed), []
+        inputs, parts = RowInputs(q=q, kv=kv, cos=cos, sin=sin, compressed=compressed), []
         if first:
             parts.append(self._prompt(inputs if first == plan.num_rows else inputs.part(slice(first)), plan))
         if first < plan.num_rows:
@@ -77,7 +79,7 @@ class CudaCompressed:
         return out.flatten(1)
 
     def _rotated(
-        self, inputs: _Inputs, rows: CompressedRows | None
+        self, inputs: RowInputs, rows: CompressedRows | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         layer, stored = self._layer, rows is not None
         return ops.compressed_rotate(
@@ -94,12 +96,12 @@ class CudaCompressed:
             rows=rows,
         )
 
-    def _prompt(self, inputs: _Inputs, plan: CudaPlan) -> torch.Tensor:
+    def _prompt(self, inputs: RowInputs, plan: CudaPlan) -> torch.Tensor:
         queries, keys, wanted = self._rotated(inputs, None)
         mixed = self._prompts.attend(queries, keys, inputs.compressed, wanted, plan)
         return ops.rotate_back(mixed, inputs.cos, inputs.sin)
 
-    def _outputs(self, inputs: _Inputs, waves: tuple[OutputWave, ...]) -> torch.Tensor:
+    def _outputs(self, inputs: RowInputs, waves: tuple[OutputWave, ...]) -> torch.Tensor:
         """Return [rows, Hq, D] of all rows but prompts'."""
         if len(waves) == 1 and waves[0].at is None:
             return self._wave(inputs, waves[0].rows)
@@ -109,7 +111,7 @@ class CudaCompressed:
             out.index_copy_(0, wave.at, self._wave(inputs.at(wave.at), wave.rows))
         return out
 
-    def _wave(self, inputs: _Inputs, rows: CompressedRows) -> torch.Tensor:
+    def _wave(self, inputs: RowInputs, rows: CompressedRows) -> torch.Tensor:
         layer = self._layer
         queries, _, wanted = self._rotated(inputs, rows)
         if layer.pending is not None:
@@ -136,7 +138,7 @@ class CudaCompressed:
         return 0 if self._layer.indexer is None else self._layer.indexer.top_k
 
     def _attended(
-        self, queries: torch.Tensor, wanted: torch.Tensor | None, inputs: _Inputs, rows: CompressedRows
+        self, queries: torch.Tensor, wanted: torch.Tensor | None, inputs: RowInputs, rows: CompressedRows
     ) -> torch.Tensor:
         layer, ratio, top_k, chosen = self._layer, self._ratio, self._top_k, None
         granule = 0 if layer.pooling is None else layer.pooling.granule

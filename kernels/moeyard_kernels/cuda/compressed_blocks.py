@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from moeyard_kernels import ops
+from moeyard_kernels.cuda.compressed import RowInputs
 from moeyard_kernels.cuda.plan import CudaPlan
 from moeyard_kernels.types.compressed_rows import CompressedRows
 from moeyard_kernels.types.layers import CompressedLayer
@@ -26,17 +27,15 @@ class CudaBlockAttend:
     def store(self, kv: torch.Tensor, plan: CudaPlan) -> None:
         layer, first = self._layer, plan.num_prompt
         cos, sin = plan.rotation(layer.rope)
+        inputs = RowInputs(q=kv[:, :0], kv=kv, cos=cos, sin=sin)
         if first:
             assert plan.compressed_prompts is not None, "the plan has prompt rows"
-            _, keys = self._rotated(kv[:first, :0], kv[:first], cos[:first], sin[:first])
+            _, keys = self._rotated(inputs.part(slice(first)))
             ops.keep_last(keys, layer.recent, tables=plan.compressed_prompts)
+        outputs = inputs.part(slice(first, None))
         for wave in plan.outputs:
-            parts = kv[first:], cos[first:], sin[first:]
-            if wave.at is not None:
-                # One table of both keeps their strides equal.
-                its_cos, its_sin = torch.cat(parts[1:], 1).index_select(0, wave.at).chunk(2, 1)
-                parts = parts[0].index_select(0, wave.at), its_cos, its_sin
-            self._rotated(parts[0][:, :0], *parts, wave.rows)
+            its = outputs if wave.at is None else outputs.at(wave.at)
+            self._rotated(replace(its, q=its.kv[:, :0]), wave.rows)
 
     def attend(self, q: torch.Tensor, kv: torch.Tensor, plan: CudaPlan) -> torch.Tensor:
         layer, num_rows = self._layer, plan.num_rows
@@ -46,7 +45,7 @@ class CudaBlockAttend:
         assert len(plan.outputs) == 1, "a block has few rows, none of them of a prompt"
         rows = plan.outputs[0].rows
         cos, sin = plan.rotation(layer.rope)
-        queries, _ = self._rotated(q, kv, cos, sin, rows)
+        queries, _ = self._rotated(RowInputs(q=q, kv=kv, cos=cos, sin=sin), rows)
         ends = rows.positions.view(-1, size)[:, -1:].expand(-1, size).flatten().contiguous()
         turns = replace(rows, positions=ends).turns(_BYTES * layer.num_heads * (layer.head_dim + 1))
         parts = [self._attended(queries[part], cos[part], sin[part], some) for part, some in turns]
@@ -54,19 +53,19 @@ class CudaBlockAttend:
         out = ops.head_linear(mixed.view(num_rows, groups, -1), layer.o_a, static_weight=True)
         return out.flatten(1)
 
-    def _rotated(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        rows: CompressedRows | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotated(self, inputs: RowInputs, rows: CompressedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries [T, heads, D] and keys [T, D], rotated. With `rows` the keys are stored."""
         layer = self._layer
-        heads = q.shape[1] // layer.head_dim
         queries, keys, _ = ops.compressed_rotate(
-            q, kv, cos, sin, layer.recent, heads=heads, index_heads=0, eps=layer.eps, rows=rows
+            inputs.q,
+            inputs.kv,
+            inputs.cos,
+            inputs.sin,
+            layer.recent,
+            heads=inputs.q.shape[1] // layer.head_dim,
+            index_heads=0,
+            eps=layer.eps,
+            rows=rows,
         )
         return queries, keys
 
