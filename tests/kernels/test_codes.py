@@ -20,6 +20,7 @@ from moeyard_kernels.types.weight_form import (
 TEXTS = {
     "fp4": (codes.FP4_0, codes.FP4_1, codes.FP4_2, codes.FP4_3),
     "fp8": (codes.FP8_0, codes.FP8_1),
+    "fp8, bf16 scales": (codes.NARROW_0, codes.NARROW_1),
     "int4": (codes.INT4_0, codes.INT4_1, codes.INT4_2, codes.INT4_3),
 }
 
@@ -57,6 +58,11 @@ def step_of(name: str, args: list[torch.Tensor]) -> torch.Tensor:
             return args[0] << args[1] & 0xFFFFFFFF
         case "shr.u32":
             return args[0] >> args[1]
+        case "shf.l.wrap.b32":
+            assert torch.equal(args[0], args[1])
+            return (args[0] << args[2] | args[1] >> 32 - args[2]) & 0xFFFFFFFF
+        case "mov.b32":
+            return args[0]
         case "and.b32":
             return args[0] & args[1]
         case "lop3.b32":
@@ -82,10 +88,14 @@ def step_of(name: str, args: list[torch.Tensor]) -> torch.Tensor:
 def random_matrix(name: str) -> Matrix:
     """Return codes of all values [64, 256] with scales from small to large ones."""
     generator = torch.Generator().manual_seed(1)
-    if name == "fp8":
+    if name.startswith("fp8"):
         data = torch.arange(256, dtype=torch.uint8).repeat(64, 1)
         data = torch.where(data & 0x7F == 0x7F, 0x38, data).view(torch.float8_e4m3fn)
-        return Matrix(fp8_form(1, None), (64, 256), (data, torch.rand(64, 1, generator=generator) * 1e-3))
+        scales = torch.rand(64, 1, generator=generator) * 1e-3
+        if name != "fp8":
+            scales = (scales * torch.arange(-100, -36)[:, None].float().exp2()).bfloat16().float()
+            scales[:2, 0] = torch.tensor([2.0**-126, 127.5])
+        return Matrix(fp8_form(1, None), (64, 256), (data, scales))
     words = pack_codes(torch.randint(16, (64, 256), generator=generator, dtype=torch.int32))
     if name == "int4":
         scales = torch.rand(64, 8, generator=generator).bfloat16()
@@ -100,6 +110,7 @@ def test_instructions_have_the_bits_of_dequantize(name: str) -> None:
     matrix = random_matrix(name)
     forms: dict[str, WeightForm] = {
         "fp8": fp8_tiles(1, None),
+        "fp8, bf16 scales": fp8_tiles(1, None, scales="bfloat16"),
         "int4": int4_tiles(32, scales="bfloat16", zeros=False),
         "fp4": fp4_tiles(32),
     }
@@ -117,6 +128,10 @@ def test_instructions_have_the_bits_of_dequantize(name: str) -> None:
             elif name == "int4":
                 pair = joined(torch.stack([scales, scales], -1))
                 operands = [joined(torch.full((64, 16, 2), 136.0)), pair]
+            elif name == "fp8, bf16 scales":
+                # As the kernel makes factors of scales.
+                factor = scales.float() * 2.0**120
+                operands = [joined(torch.stack([factor, factor], -1))]
             else:
                 # As the kernel makes factors of bytes.
                 factor = ((scales.to(torch.int16) + 126) << 7).view(torch.bfloat16)
@@ -132,3 +147,17 @@ def test_scales_that_tiles_of_e2m1_codes_cannot_hold() -> None:
         matrix.scales[3, 2] = scale
         with pytest.raises(ValueError, match="no power of two"):
             tile_(Matrix.empty(fp4_tiles(32), 64, 256, torch.device("cpu")), matrix)
+
+
+def test_codes_and_scales_that_tiles_with_bf16_scales_cannot_hold() -> None:
+    tiles = Matrix.empty(fp8_tiles(1, None, scales="bfloat16"), 64, 256, torch.device("cpu"))
+    for scale in (128.0, -128.0, 1 + 2.0**-10, float("nan"), float("inf")):
+        matrix = random_matrix("fp8, bf16 scales")
+        matrix.scales[3] = scale
+        with pytest.raises(ValueError, match="no bf16 value below 128"):
+            tile_(tiles, matrix)
+    for code in (0x7F, 0xFF):
+        matrix = random_matrix("fp8, bf16 scales")
+        matrix.data.view(torch.uint8)[5, 7] = code
+        with pytest.raises(ValueError, match="is NaN"):
+            tile_(tiles, matrix)

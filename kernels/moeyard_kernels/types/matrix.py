@@ -13,6 +13,13 @@ NIBBLES = tuple(range(0, 32, 4))
 E2M1_EXPONENTS = (-126, 1)
 # The values of e2m1 codes (OCP Microscaling Formats 1.0): a sign, two bits of exponent, one of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# The places of a code's bits in a word of tiles, from the sign to the lowest, for each slice. `common.codes` moves them.
+FP4_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (5, 14, 13, 12), (11, 4, 3, 10))
+FP8_BITS = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
+# This slice of e2m1 codes has its 3 lower bits in the other word of the pair.
+SWAPPED = 2
+# bf16 scales of tiled e4m3 codes are below this, so that their products with 2^120 are finite.
+E4M3_SCALES_END = 128.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,12 +88,23 @@ def unpack_codes(words: torch.Tensor, shifts: tuple[int, ...] = NIBBLES) -> torc
 
 
 def tile_(out: Matrix, matrix: Matrix) -> None:
-    """Write a matrix of an untiled form into `out`, one matrix in the tiled form of the same codes and blocks."""
+    """Write a matrix of an untiled form into `out`, one matrix in the tiled form of the same codes and blocks.
+
+    Raises ValueError for scales or codes that the tiled form cannot hold.
+    """
     assert out.form.tiled and not matrix.form.tiled and out.form.name == matrix.form.name  # noqa: PT018
-    codes = matrix.data
-    if matrix.form.name == "fp8":
+    codes, narrow = matrix.data, _is_narrow(out.form)
+    if matrix.form.name == "fp8" and not narrow:
         pairs = codes.view(torch.int16).unflatten(1, (-1, 2, TILE // 2))  # [N, tiles, slices, pairs of codes]
         words = pairs.transpose(2, 3).contiguous()
+    elif matrix.form.name == "fp8":
+        if bool((codes.view(torch.int8) & 127 == 127).any()):
+            raise ValueError("an e4m3 code is NaN")
+        words = _placed(codes.view(torch.uint8).unflatten(1, (-1, 2, TILE)), FP8_BITS)
+    elif matrix.form.name == "fp4":
+        nibbles = unpack_codes(codes).unflatten(1, (-1, 4, TILE))
+        nibbles[:, :, SWAPPED : SWAPPED + 1] = _swapped(nibbles)
+        words = _placed(nibbles, FP4_BITS)
     else:
         nibbles = unpack_codes(codes).unflatten(1, (-1, 4, TILE))
         words = (nibbles << torch.arange(0, 16, 4, dtype=torch.int32, device=codes.device)[:, None]).sum(2)
@@ -96,6 +114,8 @@ def tile_(out: Matrix, matrix: Matrix) -> None:
         tiled = source.T.unsqueeze(1)
         if target.dtype == torch.uint8 and tiled.is_floating_point():
             tiled = _exponents(tiled)
+        elif narrow:
+            tiled = _narrow_scales(tiled)
         if tiled.shape[2] == 1 and out.form.parts[1].rows == 1:
             tiled = tiled.expand(target.shape)  # one scale for all rows
         assert (target.shape, target.dtype) == (tiled.shape, tiled.dtype), f"{matrix.form} does not fit {out.form}"
@@ -106,18 +126,70 @@ def untile(matrix: Matrix) -> Matrix:
     """Return one tiled matrix in the untiled form of the same codes and blocks."""
     words = matrix.data.squeeze(1).transpose(0, 1)  # [N, tiles, 32]
     parts = matrix.form.parts
-    if matrix.form.name == "fp8":
-        pairs = words.unflatten(-1, (TILE // 2, 2)).transpose(2, 3).reshape(matrix.shape[0], -1)
-        data, part = pairs.view(torch.float8_e4m3fn), FormPart("codes", "float8_e4m3fn")
-    else:
-        shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=words.device)[:, None]
-        data = pack_codes(((words.to(torch.int32).unsqueeze(2) >> shifts) & 15).reshape(matrix.shape[0], -1))
-        part = FormPart("codes", "int32", 1, 8)
     others = [array.squeeze(1).T.contiguous() for array in matrix.arrays[1:]]
-    if matrix.form.name == "fp4":
-        others = [torch.exp2(others[0].float() - 127)]
-        parts = (part, replace(parts[1], dtype="float32"))
+    if matrix.form.name == "fp8":
+        part = FormPart("codes", "float8_e4m3fn")
+        if _is_narrow(matrix.form):
+            codes = _taken(words, FP8_BITS).to(torch.uint8)
+            others, parts = [others[0].float()], (part, replace(parts[1], dtype="float32"))
+        else:
+            codes = words.unflatten(-1, (TILE // 2, 2)).transpose(2, 3)
+        data = codes.reshape(matrix.shape[0], -1).view(torch.float8_e4m3fn)
+    else:
+        if matrix.form.name == "fp4":
+            nibbles = _taken(words, FP4_BITS)
+            nibbles[:, :, SWAPPED : SWAPPED + 1] = _swapped(nibbles)
+            others, parts = [torch.exp2(others[0].float() - 127)], (parts[0], replace(parts[1], dtype="float32"))
+        else:
+            shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=words.device)[:, None]
+            nibbles = (words.to(torch.int32).unsqueeze(2) >> shifts) & 15
+        data = pack_codes(nibbles.reshape(matrix.shape[0], -1))
+        part = FormPart("codes", "int32", 1, 8)
     return Matrix(WeightForm(matrix.form.name, (part, *parts[1:])), matrix.shape, (data, *others))
+
+
+def _is_narrow(form: WeightForm) -> bool:
+    """Return whether these are tiles of e4m3 codes with bf16 scales."""
+    return form.tiled and form.name == "fp8" and form.parts[1].dtype == "bfloat16"
+
+
+def _runs(places: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Return (mask, shift) of a code's bits that move together to their places in a word."""
+    found: dict[int, int] = {}
+    for bit, place in zip(reversed(range(len(places))), places, strict=True):
+        found[place - bit] = found.get(place - bit, 0) | 1 << bit
+    return [(mask, shift) for shift, mask in found.items()]
+
+
+def _placed(codes: torch.Tensor, bits: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """Return int16 words [..., 32] of codes [..., slices, 32]."""
+    words = torch.zeros_like(codes[..., 0, :], dtype=torch.int32)
+    for n, places in enumerate(bits):
+        code = codes[..., n, :].to(torch.int32)
+        for mask, shift in _runs(places):
+            words |= (code & mask) << shift
+    return words.to(torch.int16)
+
+
+def _taken(words: torch.Tensor, bits: tuple[tuple[int, ...], ...]) -> torch.Tensor:
+    """Return int32 codes [..., slices, 32] of int16 words [..., 32]: the inverse of `_placed`."""
+    wide = words.to(torch.int32)
+    codes = [sum(((wide >> shift) & mask for mask, shift in _runs(places)), torch.zeros_like(wide)) for places in bits]
+    return torch.stack(codes, -2)
+
+
+def _swapped(nibbles: torch.Tensor) -> torch.Tensor:
+    """Return slice `SWAPPED` of codes [..., 4, 32] with the 3 lower bits of neighbours exchanged."""
+    own = nibbles[..., SWAPPED : SWAPPED + 1, :]
+    return own & 8 | own.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) & 7
+
+
+def _narrow_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales as bf16. Raises ValueError for others than those that `E4M3_SCALES_END` allows."""
+    found = scales.bfloat16()
+    if not bool(((found.float() == scales.float()) & (scales.abs() < E4M3_SCALES_END)).all()):
+        raise ValueError(f"a scale of e4m3 codes in tiles is no bf16 value below {E4M3_SCALES_END:.0f}")
+    return found
 
 
 def _exponents(scales: torch.Tensor) -> torch.Tensor:

@@ -60,10 +60,9 @@ class WeightForm:
     """Byte layout of a matrix [N, K]: one array per part. The first part holds the values or their codes.
 
     tiled: the layout of a GPU's products. The codes are int16 words [tiles, matrices, N, 32], and the other arrays are
-    [column blocks, matrices, row blocks]. A tile of a row has 32 words, and slices of 32 neighbouring columns. Word i
-    of 4-bit codes holds code i of all 4 slices, the first in the lowest bits. Words 2 i and 2 i + 1 of fp8 codes hold
-    codes 2 i and 2 i + 1 of the first and of the second slice. So two neighbouring words give two neighbouring values
-    of each slice, and products add in the order of K.
+    [column blocks, matrices, row blocks]. A tile of a row has 32 words, and slices of 32 neighbouring columns. Words
+    2 i and 2 i + 1 hold codes 2 i and 2 i + 1 of all slices, as the instructions of `common.codes` read them. So two
+    neighbouring words give two neighbouring values of each slice, and products add in the order of K.
     """
 
     name: str
@@ -108,9 +107,13 @@ def fp4_form(group: int) -> WeightForm:
     return WeightForm("fp4", (FormPart("codes", "int32", 1, 8), FormPart("scales", "float32", 1, group)))
 
 
-def fp8_tiles(rows: int | None, columns: int | None) -> WeightForm:
-    """Return the tiled form of `fp8_form`. K is a multiple of 64."""
-    return WeightForm("fp8", (FormPart("codes", "int16", 1, 2), FormPart("scales", "float32", rows, columns)), True)
+def fp8_tiles(rows: int | None, columns: int | None, *, scales: str = "float32") -> WeightForm:
+    """Return the tiled form of `fp8_form`. K is a multiple of 64.
+
+    With `scales` "bfloat16" they must be bf16 values below 128, and no code may be NaN. Such codes take fewer
+    instructions to decode.
+    """
+    return WeightForm("fp8", (FormPart("codes", "int16", 1, 2), FormPart("scales", scales, rows, columns)), True)
 
 
 def int4_tiles(group: int | None, *, scales: str, zeros: bool) -> WeightForm:
