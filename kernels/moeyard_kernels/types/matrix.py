@@ -13,7 +13,7 @@ NIBBLES = tuple(range(0, 32, 4))
 E2M1_EXPONENTS = (-126, 1)
 # The values of e2m1 codes (OCP Microscaling Formats 1.0): a sign, two bits of exponent, one of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# The places of a code's bits in a word of tiles, from the sign to the lowest, for each slice. `common.codes` moves them.
+# Places of a code's bits in a word of tiles, from the sign to the lowest, for each slice. `common.codes` moves them.
 FP4_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (5, 14, 13, 12), (11, 4, 3, 10))
 FP8_BITS = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
 # This slice of e2m1 codes has its 3 lower bits in the other word of the pair.
