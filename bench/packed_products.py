@@ -35,7 +35,8 @@ PARTS = ("experts", "experts-configs", "dense", "dense-configs", "prompts")
 _ROTATED = 256 << 20
 # The longest time to compile kernels ahead.
 _COMPILE_SECONDS = 120
-_FP8, _FP8_ROWS, _FP4 = fp8_tiles(128, 128), fp8_tiles(1, None), fp4_tiles(32)
+_FP8, _FP8_FP32 = fp8_tiles(128, 128, scales="bfloat16"), fp8_tiles(128, 128)
+_FP8_ROWS, _FP4 = fp8_tiles(1, None, scales="bfloat16"), fp4_tiles(32)
 _INT4 = int4_tiles(128, scales="bfloat16", zeros=False)
 
 # name, outputs, columns
@@ -53,6 +54,7 @@ _DENSE = (
 # name, form, experts, experts per token, hidden size, inner size, numbers of tokens
 _EXPERTS = (
     ("Qwen3-30B fp8", _FP8, 128, 8, 2048, 768, (1, 8, 64, 1024, 8192)),
+    ("Qwen3-30B fp8, fp32 scales", _FP8_FP32, 128, 8, 2048, 768, (1, 8, 64, 1024, 8192)),
     ("Qwen3-30B int4", _INT4, 128, 8, 2048, 768, (1, 8, 64, 1024, 8192)),
     ("Qwen3-30B fp4", _FP4, 128, 8, 2048, 768, (1, 64, 8192)),
     ("V4-Flash fp4", _FP4, 256, 6, 4096, 2048, (1, 8, 64, 8192)),
@@ -222,39 +224,42 @@ def experts(warm: bool) -> Iterator[Product]:
 
 def experts_configs(warm: bool) -> Iterator[Product]:
     """Yield both products in several configs: of 8192 tokens, and of few."""
-    many = [(1, 2, 8), (1, 3, 8), (1, 4, 8), (2, 2, 8), (2, 3, 8), (1, 3, 4)]
-    few = [*itertools.product((1, 2, 4, 8), (2, 3, 4, 6), (4,))]
-    for model, num_tokens in (*((each, 8192) for each in _EXPERTS[:2]), (_EXPERTS[3], 1), (_EXPERTS[3], 8)):
+    many = [
+        (*each, rows, warps)
+        for each in itertools.product((1, 2), (2, 3))
+        for rows, warps in ((128, 4), (128, 8), (256, 8))
+    ]
+    few = [(*each, rows, 4) for each in itertools.product((1, 2, 4), (2, 3, 4)) for rows in (64, 128)]
+    models = (each for each in _EXPERTS if each[0] in ("Qwen3-30B fp8", "Qwen3-30B int4", "V4-Flash fp4"))
+    for model, num_tokens in itertools.product(models, (1, 8, 8192)):
         name, form, count, top_k, hidden, inner, _ = model
         stacks = stacks_of(form, count, hidden, inner, warm=warm)
         its = layer_of(stacks, count, top_k, num_tokens, rows=128 if num_tokens > 64 else 0)
         first = its.layouts[0]
-        rows = first.block_rows if isinstance(first, ExpertLayout) else 8 if num_tokens == 1 else 16
-        h = torch.randn(grouped_packed.num_rows(first), its.down.shape[-1], device="cuda").bfloat16()
+        rows = grouped_packed.block_rows(first)
+        h = torch.randn(grouped_packed.num_blocks(first) * rows, its.down.shape[-1], device="cuda").bfloat16()
         out = torch.empty(first.num_pairs, its.x.shape[1], dtype=torch.bfloat16, device="cuda")
-        for (tiles, stages, warps), gated in itertools.product(many if num_tokens > 64 else few, (True, False)):
+        for (tiles, stages, width, warps), gated in itertools.product(many if num_tokens > 64 else few, (True, False)):
             matrix, source, target = (its.gate_up, its.x, h) if gated else (its.down, h, out)
-            for columns in (64,) if num_tokens > 64 else (32, 64):
-                wide = columns * (1 if gated else 2) // (2 if num_tokens > 64 and warps == 4 else 1)
-                config = PackedConfig(BN=wide, tiles=tiles, num_stages=stages, num_warps=warps)
-                dim = matrix.shape[-1]
-                needed = grouped_packed.shared_bytes(config, matrix.form, dim=dim, rows=rows, gated=gated)
-                if needed > grouped_packed.MAX_SHARED or dim // matrix.form.tile_columns % tiles:
-                    continue
-                run = grouped_packed.gate_up_rows if gated else grouped_packed.down_pairs
-                more = {"top_k": its.top_k} if gated else {}
-                yield Product(
-                    name=f"{name} T={num_tokens} {'gate_up' if gated else 'down'} rows={rows} tiles={tiles} "
-                    f"stages={stages} warps={warps} BN={wide}",
-                    run=lambda i, run=run, s=source, m=matrix, y=its.layouts, t=target, c=config, more=more: run(
-                        s, m, y[i], out=t, config=c, **more
-                    ),
-                    bf16=None,
-                    copies=len(its.layouts),
-                    read=its.read
-                    * sum(a.nbytes for a in matrix.arrays)
-                    // sum(a.nbytes for a in (*its.gate_up.arrays, *its.down.arrays)),
-                )
+            config = PackedConfig(BN=width // (1 + gated), tiles=tiles, num_stages=stages, num_warps=warps)
+            dim = matrix.shape[-1]
+            needed = grouped_packed.shared_bytes(config, matrix.form, dim=dim, rows=rows, gated=gated)
+            if needed > grouped_packed.MAX_SHARED or dim // matrix.form.tile_columns % tiles:
+                continue
+            run = grouped_packed.gate_up_rows if gated else grouped_packed.down_pairs
+            more = {"top_k": its.top_k} if gated else {}
+            yield Product(
+                name=f"{name} T={num_tokens} {'gate_up' if gated else 'down'} rows={rows} tiles={tiles} "
+                f"stages={stages} warps={warps} BN={config.BN}",
+                run=lambda i, run=run, s=source, m=matrix, y=its.layouts, t=target, c=config, more=more: run(
+                    s, m, y[i], out=t, config=c, **more
+                ),
+                bf16=None,
+                copies=len(its.layouts),
+                read=its.read
+                * sum(a.nbytes for a in matrix.arrays)
+                // sum(a.nbytes for a in (*its.gate_up.arrays, *its.down.arrays)),
+            )
 
 
 _MAKE = {

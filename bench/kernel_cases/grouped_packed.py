@@ -20,7 +20,8 @@ _EXPERTS, _HIDDEN, _INNER = 128, 2048, 768
 _RULE = GateRule(top_k=TOP_K, scoring="softmax", renormalize=True)
 FORMS = MappingProxyType(
     {
-        "fp8": fp8_tiles(128, 128),
+        "fp8": fp8_tiles(128, 128, scales="bfloat16"),
+        "fp8, fp32 scales": fp8_tiles(128, 128),
         "int4 g128": int4_tiles(128, scales="bfloat16", zeros=False),
         "fp4": fp4_tiles(32),
         "int4 g32, zeros": int4_tiles(32, scales="float32", zeros=True),
@@ -35,7 +36,11 @@ def random_stack(form: WeightForm, count: int, *, matrices: int, rows: int, colu
         shape = (count, *part.tiled_shape(matrices, rows, columns))
         if part.name == "codes":
             array = torch.randint(-32768, 32768, shape, dtype=torch.int16, device="cuda")
-            if form.name == "fp8":
+            if form.name == "fp8" and form.parts[1].dtype == "bfloat16":
+                # Codes of which all bits but the sign are set would be NaN.
+                for mask in (0x07F0, 0x700F):
+                    array = torch.where(array & mask == mask, array & ~0x0010 & ~0x0001, array)
+            elif form.name == "fp8":
                 # A code of which all bits but the sign are set is NaN.
                 array = torch.where((array & 0x7F == 0x7F) | (array & 0x7F00 == 0x7F00), 0x3838, array)
         elif form.name == "fp4":

@@ -23,9 +23,11 @@ from moeyard_worker.protocol import SamplingParams
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 FORMS = {
-    "fp8 blocks": fp8_tiles(128, 128),
+    "fp8 blocks": fp8_tiles(128, 128, scales="bfloat16"),
+    "fp8 blocks, fp32 scales": fp8_tiles(128, 128),
     "fp8 blocks of 64 rows": fp8_tiles(64, 128),
     "fp8 rows": fp8_tiles(1, None),
+    "fp8 rows, bf16 scales": fp8_tiles(1, None, scales="bfloat16"),
     "int4 g128": int4_tiles(128, scales="bfloat16", zeros=False),
     "int4 g32": int4_tiles(32, scales="bfloat16", zeros=False),
     "int4 g64, zeros": int4_tiles(64, scales="bfloat16", zeros=True),
@@ -33,6 +35,12 @@ FORMS = {
     "fp4": fp4_tiles(32),
     "int4 rows": int4_tiles(None, scales="bfloat16", zeros=False),
 }
+_DENSE = (
+    fp8_tiles(128, 128, scales="bfloat16"),
+    fp8_tiles(64, 128),
+    fp8_tiles(1, None, scales="bfloat16"),
+    fp8_tiles(1, None),
+)
 
 
 @pytest.mark.parametrize("name", FORMS)
@@ -109,12 +117,12 @@ def test_choice_within_the_products(name: str, scoring: Any, experts: int) -> No
         assert torch.equal(out[here], wanted[here])
 
 
-@pytest.mark.parametrize("form", [fp8_tiles(128, 128), fp8_tiles(64, 128), fp8_tiles(1, None)], ids=str)
+@pytest.mark.parametrize("form", _DENSE, ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(256, 128), (5120, 2048), (2112, 7168), (200, 192), (24, 64)])
 def test_dense_products(form: WeightForm, rows: int, columns: int) -> None:
     """Few rows in every config, and the values that many rows read."""
     if columns % (form.parts[1].columns or 1):
-        form = fp8_tiles(form.parts[1].rows, 64)
+        form = fp8_tiles(form.parts[1].rows, 64, scales=form.parts[1].dtype)
     weight = random_stack(form, 1, matrices=1, rows=rows, columns=columns)[0]
     plain = dequantize(weight)
     out = torch.full((rows, columns), float("nan"), dtype=torch.bfloat16, device=DEVICE)

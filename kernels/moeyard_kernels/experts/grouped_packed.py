@@ -1,6 +1,8 @@
 """The routed experts over tiled codes on Hopper: two launches of `packed_product`."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 import triton
@@ -9,7 +11,7 @@ from moeyard_kernels.common import launch
 from moeyard_kernels.common.dependent import dependent
 from moeyard_kernels.elementwise.silu_mul import rounded_limit
 from moeyard_kernels.experts.grouped_choice import is_simple, writing_arguments
-from moeyard_kernels.experts.grouped_gemm import num_blocks, num_rows
+from moeyard_kernels.experts.grouped_gemm import num_blocks
 from moeyard_kernels.experts.grouped_slice import settle_choice
 from moeyard_kernels.experts.packed_product import (
     LAYOUT,
@@ -27,13 +29,19 @@ from moeyard_kernels.types.weight_form import WeightForm
 
 OP = "grouped_gemm_packed"
 CONFIGS = tuple(
-    PackedConfig(BN=columns, tiles=tiles, num_stages=stages, num_warps=warps, overlap=overlap)
-    for columns, tiles, stages, warps, overlap in (
-        *((32, 4, 2, 4, True), (64, 2, 2, 4, False), (64, 2, 2, 4, True), (64, 2, 4, 4, True), (64, 1, 2, 4, True)),
-        *((128, 4, 3, 4, True), (128, 2, 2, 4, False), (128, 1, 2, 4, True), (128, 2, 2, 4, True)),
-        *((128, 2, 2, 8, True), (256, 2, 2, 8, True)),
+    PackedConfig(BN=columns, tiles=tiles, num_stages=stages, num_warps=warps)
+    for columns, tiles, stages, warps in (
+        *((32, 4, 2, 4), (64, 2, 2, 4), (64, 2, 4, 4), (64, 1, 2, 4), (128, 4, 3, 4), (128, 1, 2, 4), (128, 2, 2, 4)),
+        *((128, 2, 2, 8), (256, 2, 2, 8)),
     )
 )
+
+
+def block_rows(layout: ExpertLayout | ExpertPairs) -> int:
+    """Return the rows of a block. Without a layout every expert has one block, with a row for each token."""
+    if isinstance(layout, ExpertLayout):
+        return layout.block_rows
+    return max(8, triton.next_power_of_2(layout.topk_ids.shape[0]))
 
 
 # Shared memory that a program may have, by the CUDA programming guide (227 KiB on Hopper).
@@ -41,12 +49,13 @@ MAX_SHARED = 227 << 10
 
 
 def default_config(form: WeightForm, *, dim: int, rows: int, gated: bool) -> PackedConfig:
-    """Return the config of a product over blocks of `rows` rows and matrices of `dim` columns.
+    """Return the config of a product over blocks of `rows` rows, 1 of them used if it is 1, and `dim` columns.
 
-    It is one of the fastest of 60 for Qwen3-30B-A3B on an H200 (2026-11-29), or smaller if many scales need the memory.
+    It is one of the fastest of 18 to 24 on an H200 (2026-11-30), for Qwen3-30B-A3B and e2m1 codes of DeepSeek-V4-Flash,
+    or smaller if many scales need the memory.
     """
-    found = _fastest("gate_up" if gated else "down", rows, form.name, dim // form.tile_columns)
-    while shared_bytes(found, form, dim=dim, rows=rows, gated=gated) > MAX_SHARED:
+    found = _fastest(form.name, rows, gated, dim // form.tile_columns)
+    while shared_bytes(found, form, dim=dim, rows=max(8, rows), gated=gated) > MAX_SHARED:
         # A warp computes at least 16 outputs, and 4 warps work together.
         if found.BN * (2 if gated else 1) > 16 * found.num_warps:
             found = replace(found, BN=found.BN // 2)
@@ -61,20 +70,31 @@ def default_config(form: WeightForm, *, dim: int, rows: int, gated: bool) -> Pac
     return found
 
 
-def _fastest(step: str, rows: int, codes: str, tiles: int) -> PackedConfig:
-    if rows == 8:
-        found = {"gate_up": (32, 4, 2), "down": (128, 4, 3) if codes == "fp8" else (64, 2, 4)}[step]
-        return _config(*found, tiles=tiles)
-    if rows >= 64 and codes in ("int4", "fp4"):
-        return _config(128 if step == "gate_up" else 256, 2, 2, num_warps=8, tiles=tiles)
-    few = rows < 64 and codes == "fp8"
-    return _config(64 if step == "gate_up" else 128, 2, 2, overlap=not few, tiles=tiles)
+# Rows of a block, columns of gate_up, or of down: outputs, tiles and stages, and 8 warps if they are named.
+_FASTEST: Mapping[tuple[str, int, bool], tuple[int, ...]] = MappingProxyType(
+    {
+        **{("fp8", 1, True): (64, 2, 4), ("fp8", 1, False): (64, 2, 4)},
+        **{("fp8", 8, True): (64, 2, 3), ("fp8", 8, False): (64, 2, 4)},
+        **{("fp8", 16, True): (64, 2, 4), ("fp8", 16, False): (128, 2, 2)},
+        **{("fp8", 64, True): (128, 1, 3, 8), ("fp8", 64, False): (128, 1, 3)},
+        **{("int4", 1, True): (64, 1, 3), ("int4", 1, False): (64, 1, 4)},
+        **{("int4", 8, True): (64, 1, 2), ("int4", 8, False): (128, 2, 2)},
+        **{("fp4", 1, True): (64, 2, 2), ("fp4", 1, False): (64, 4, 2)},
+        **{("fp4", 8, True): (64, 2, 2), ("fp4", 8, False): (128, 1, 3)},
+        **{(codes, 16, True): (64, 2, 2) for codes in ("int4", "fp4")},
+        **{(codes, 16, False): (128, 2, 2) for codes in ("int4", "fp4")},
+        **{(codes, 64, True): (128, 1, 2, 8) for codes in ("int4", "fp4")},
+        **{(codes, 64, False): (128, 1, 2) for codes in ("int4", "fp4")},
+    }
+)
 
 
-def _config(BN: int, copied: int, stages: int, *, tiles: int, num_warps: int = 4, overlap: bool = True) -> PackedConfig:
+def _fastest(codes: str, rows: int, gated: bool, tiles: int) -> PackedConfig:
+    known = max(each for each in (1, 8, 16, 64) if each <= rows)
+    columns, copied, stages, *warps = _FASTEST[codes, known, gated]
     while tiles % copied:
         copied //= 2
-    return PackedConfig(BN=BN, tiles=copied, num_stages=stages, num_warps=num_warps, overlap=overlap)
+    return PackedConfig(BN=columns, tiles=copied, num_stages=stages, num_warps=warps[0] if warps else 4)
 
 
 def _launch(
@@ -92,17 +112,20 @@ def _launch(
 
     If the choice of one token is still to be made, programs of both products repeat it and one of the second writes it.
     """
-    choice = None
+    choice, gated = None, top_k > 0
+    rows = block_rows(layout)
     if isinstance(layout, ExpertPairs):
-        choice = layout.choice
-        rows, block, index = PAIRS, 8 if layout.one_token else 16, (layout.topk_ids, *[layout.slot_of_expert] * 2)
+        choice, top_k, found = layout.choice, layout.topk_ids.shape[1], PAIRS
+        index = (layout.topk_ids, *[layout.slot_of_expert] * 2)
         padded = 1 if layout.one_token else triton.next_power_of_2(layout.num_pairs)
     else:
-        rows, block, padded = LAYOUT, layout.block_rows, 0
+        found, padded = LAYOUT, 0
         index = (layout.pairs, layout.slot_of_block, layout.num_blocks)
-    config = config or default_config(weight.form, dim=weight.shape[-1], rows=block, gated=top_k > 0)
+    used = 1 if isinstance(layout, ExpertPairs) and layout.one_token else rows
+    config = config or default_config(weight.form, dim=weight.shape[-1], rows=used, gated=gated)
     assert choice is None or config.num_warps == 4, "the choice's layouts have 4 warps"
-    arguments = product_arguments(weight, config, gated=top_k > 0) | result_arguments(out, home)
+    gathers = gated and found is LAYOUT
+    arguments = product_arguments(weight, config, a, rows, gated=gated, gathers=gathers) | result_arguments(out, home)
     packed_product_kernel[num_blocks(layout) * triton.cdiv(arguments["N"], config.BN),](
         p_a=a,
         p_pairs=index[0],
@@ -110,13 +133,12 @@ def _launch(
         p_num_blocks=index[2],
         P=layout.num_pairs,
         s_a=a.stride(0),
-        ROWS=rows,
+        ROWS=found,
         SOURCE_K=max(1, top_k),
-        BM=block,
+        BM=rows,
         BP=padded,
-        BLOCK=layout.block_rows,
         LIMIT=rounded_limit(limit, a.dtype),
-        **writing_arguments(choice, a) | ({"HAS_COUNTS": False} if top_k else {}),
+        **writing_arguments(choice, a) | ({"HAS_COUNTS": False} if gated else {}),
         **arguments,
         **dependent(a),
     )
@@ -168,6 +190,8 @@ def grouped_gemm_packed(
     if isinstance(layout, ExpertPairs):
         layout = settle_choice(layout, chooses=layout.choice is not None and is_simple(layout.choice))
     hidden, inner = x.shape[1], down.shape[-1]
+    if x.shape[0] * x.stride(0) >= 1 << 31:
+        raise ValueError(f"{OP}: {x.shape[0]} rows of {x.stride(0)} values exceed 32-bit offsets")
     if num_blocks(layout) * triton.cdiv(max(hidden, inner), 32) > launch.MAX_GRID_X:
         raise ValueError(f"{OP}: {num_blocks(layout)} blocks of {hidden} outputs exceed the grid of a GPU")
     if home is not None:
@@ -175,6 +199,13 @@ def grouped_gemm_packed(
     elif out is None:
         out = x.new_empty(layout.num_pairs, hidden)
     if layout.num_pairs and gate_up.data.numel():
-        h = gate_up_rows(x, gate_up, layout, top_k=top_k, out=x.new_empty(num_rows(layout), inner), limit=limit)
+        h = gate_up_rows(
+            x,
+            gate_up,
+            layout,
+            top_k=top_k,
+            out=x.new_empty(num_blocks(layout) * block_rows(layout), inner),
+            limit=limit,
+        )
         down_pairs(h, down, layout, out=out, home=home)
     return out

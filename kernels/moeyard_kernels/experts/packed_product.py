@@ -2,8 +2,9 @@
 
 The left operand is weights. A warp loads words of codes into the registers where the tensor cores expect them, makes
 bf16 values of them there, and multiplies. No value passes through shared memory. The right operand is BM rows, in
-shared memory. Words come by bulk copies and rows by copies of 16 bytes, through a ring of buffers. K ascends in one
-fp32 accumulator per output, so neither tiles nor other rows change a bit.
+shared memory. Words, and the rows of the second product, come by bulk copies. Tokens' rows are gathered by copies of 16
+bytes. Buffers are filled in turn. K ascends in one fp32 accumulator per output, so neither tiles nor other rows change
+a bit.
 
 Measured with Qwen3-30B-A3B's experts (H200, Triton 3.6, 2026-11-29), as shares of the bandwidth of a copy: 8 and 64
 tokens read fp8 codes at 73 and 86 %, and int4 codes at 63 and 80 %. A first version in plain Triton passed values
@@ -13,6 +14,7 @@ through shared memory. It reached 73 and 78 %, and 50 and 57 %.
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,24 +40,23 @@ from moeyard_kernels.types.weight_form import TILE, WeightForm
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _TILE = gl.constexpr(TILE)
 _FP8_0, _FP8_1 = codes.FP8_0, codes.FP8_1
+_NARROW_0, _NARROW_1 = codes.NARROW_0, codes.NARROW_1
 _FP4_0, _FP4_1, _FP4_2, _FP4_3 = codes.FP4_0, codes.FP4_1, codes.FP4_2, codes.FP4_3
 _INT4_0, _INT4_1, _INT4_2, _INT4_3 = codes.INT4_0, codes.INT4_1, codes.INT4_2, codes.INT4_3
 _WIDE_0, _WIDE_1, _WIDE_2, _WIDE_3 = codes.WIDE_0, codes.WIDE_1, codes.WIDE_2, codes.WIDE_3
+# bf16 scales of fp8 codes times this are factors of values times 2^-120.
+E4M3_FACTOR = gl.constexpr(2.0**120)
 # How a program finds its block of rows: from a layout, or from pairs without one.
 LAYOUT, PAIRS = (gl.constexpr(i) for i in range(2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedConfig(Config):
-    """BN outputs per program (BN gates and BN ups), `tiles` tiles of codes per copy, num_stages copies in flight.
-
-    overlap: codes are decoded while the previous product runs.
-    """
+    """BN outputs per program (BN gates and BN ups), `tiles` tiles of codes per copy, num_stages copies in flight."""
 
     kernel: Literal["packed"] = "packed"
     BN: int
     tiles: int
-    overlap: bool = True
 
 
 @gluon.jit
@@ -75,36 +76,46 @@ def _int4(narrow: gl.constexpr, wide: gl.constexpr, b_code, b_zero, b_scale):
 
 
 @gluon.jit
-def _fp4(text: gl.constexpr, b_code, b_scale):
+def _exact(text: gl.constexpr, b_code, b_scale):
     return gl.inline_asm_elementwise(text, "=r,r,r", [b_code, b_scale], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def fp4_factors(b_byte):
-    """Return 2^126 times the scales with these exponents, in bf16."""
-    return ((b_byte.to(gl.int16) + 126) << 7).to(gl.bfloat16, bitcast=True)
+def factors(b_scale, CODES: gl.constexpr):
+    """Return what `decode` multiplies by: 2^126 times the scales with these exponents, 2^120 times bf16 scales of fp8
+    codes, or the scales."""
+    if CODES == "fp4":
+        b_scale = ((b_scale.to(gl.int16) + 126) << 7).to(gl.bfloat16, bitcast=True)
+    elif CODES == "fp8" and b_scale.dtype == gl.bfloat16:
+        b_scale = (b_scale.to(gl.float32) * E4M3_FACTOR).to(gl.bfloat16)
+    return b_scale
 
 
 @gluon.jit
 def decode(b_code, b_zero, b_scale, n: gl.constexpr, CODES: gl.constexpr):
     """Return bf16 values [R, 32] of slice n of words b_code [R, 32].
 
-    b_zero is 128 + zero point of int4 codes. b_scale is 2^126 times the scale of fp4 codes.
+    b_zero is 128 + zero point of int4 codes. b_scale is made by `factors`.
     """
-    if CODES == "fp8":
+    if CODES == "fp8" and b_scale.dtype == gl.bfloat16:
+        if n == 0:  # noqa: SIM108 - of constants
+            b_w = _exact(_NARROW_0, b_code, b_scale)
+        else:
+            b_w = _exact(_NARROW_1, b_code, b_scale)
+    elif CODES == "fp8":
         if n == 0:  # noqa: SIM108 - of constants
             b_w = _fp8(_FP8_0, b_code, b_scale)
         else:
             b_w = _fp8(_FP8_1, b_code, b_scale)
     elif CODES == "fp4":
         if n == 0:
-            b_w = _fp4(_FP4_0, b_code, b_scale)
+            b_w = _exact(_FP4_0, b_code, b_scale)
         elif n == 1:
-            b_w = _fp4(_FP4_1, b_code, b_scale)
+            b_w = _exact(_FP4_1, b_code, b_scale)
         elif n == 2:
-            b_w = _fp4(_FP4_2, b_code, b_scale)
+            b_w = _exact(_FP4_2, b_code, b_scale)
         else:
-            b_w = _fp4(_FP4_3, b_code, b_scale)
+            b_w = _exact(_FP4_3, b_code, b_scale)
     elif n == 0:
         b_w = _int4(_INT4_0, _WIDE_0, b_code, b_zero, b_scale)
     elif n == 1:
@@ -117,89 +128,185 @@ def decode(b_code, b_zero, b_scale, n: gl.constexpr, CODES: gl.constexpr):
 
 
 @gluon.jit
-def copy_words(d_w, s_part, bar, i_slot, i_tile, i_n, more, BYTES: gl.constexpr):
-    mbarrier.expect(bar, BYTES, pred=more)
-    load_block(d_w, [i_slot, i_tile, 0, i_n, 0], bar, s_part, pred=more)
+def _gather_rows(p_a, s_a, s_o, s_x, i_k, more, L_C: gl.constexpr):
+    """Copy [S, BM, 32] values of rows s_o, from column i_k on, if they are not below 0.
 
-
-@gluon.jit
-def copy_rows(p_rows, m_rows, s_x, i_k, K: gl.constexpr, S: gl.constexpr, L_C: gl.constexpr):
-    """Copy [S, BM, 32] values of rows, from column i_k on."""
-    o_s = gl.arange(0, S, gl.SliceLayout(1, gl.SliceLayout(2, L_C)))[:, None, None]
+    The numbers of the rows are in shared memory because registers would not hold them.
+    """
+    L_K: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L_C))
+    b_row = s_o.load(gl.SliceLayout(0, gl.SliceLayout(2, L_C)))
+    o_s = gl.arange(0, s_x.shape[0], L_K)[:, None, None]
     o_c = gl.arange(0, _TILE, gl.SliceLayout(0, gl.SliceLayout(1, L_C)))[None, None, :]
-    o_k = i_k + o_s * _TILE + o_c
-    load_rows(s_x, p_rows + o_k, mask=m_rows & (o_k < K))
+    o_x = (i_k + o_s * _TILE + o_c) + (b_row * s_a)[None, :, None]
+    load_rows(s_x, p_a + o_x, mask=more & (o_x >= 0))
     async_copy.commit_group()
 
 
 @gluon.jit
-def _pairs_of_block(p_ids, i_p, P, BP: gl.constexpr, BM: gl.constexpr, NW: gl.constexpr, L_M: gl.constexpr):
-    """Return whether pair i_p of P begins a block of its expert, and the block's pairs [BM], as `grouped_gemm` does."""
+def _refill(
+    i_s, d_w, d_a, s_w, s_x, e_w, e_x, p_a, s_a, s_o, i_slot, i_n, i_row, NUM: gl.constexpr, GATHER: gl.constexpr,
+    L_C: gl.constexpr,
+):  # fmt: skip
+    """Copy words and rows of step i_s behind a barrier of all warps. The copies' own barriers already expect them."""
+    SLICES: gl.constexpr = s_x.shape[0]
+    load_block(d_w, [i_slot, i_s * s_w.shape[0], 0, i_n, 0], e_w, words_of(s_w, d_w), pred=i_s < NUM)
+    if GATHER:
+        _gather_rows(p_a, s_a, s_o, rows_of(s_x), i_s * (SLICES * _TILE), i_s < NUM, L_C)
+    else:
+        load_block(d_a, [i_s * SLICES, i_row, 0], e_x, rows_of(s_x), pred=i_s < NUM)
+
+
+@gluon.jit
+def _expect(s_w, s_x, e_w, e_x, more, GATHER: gl.constexpr):
+    """Let the barriers of a buffer wait for the bytes of its copies."""
+    mbarrier.expect(e_w, s_w.shape[0] * s_w.shape[1] * _TILE * 2, pred=more)
+    if not GATHER:
+        mbarrier.expect(e_x, s_x.shape[0] * s_x.shape[1] * _TILE * 2, pred=more)
+
+
+@gluon.jit
+def _multiply_step(
+    b_acc, i_s, phase, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a, s_a, s_o, i_slot, i_n, i_row,
+    B: gl.constexpr, NUM: gl.constexpr, GATHER: gl.constexpr, CODES: gl.constexpr, STAGES: gl.constexpr,
+    SK: gl.constexpr, ZEROS: gl.constexpr, L_A: gl.constexpr, L_C: gl.constexpr,
+):  # fmt: skip
+    """Add the products of step i_s, which is in buffer B, and refill the buffer of the step before.
+
+    Every buffer is an allocation of its own. For views of one allocation the compiler would fence its copies from the
+    products, and wait for rows that a later step needs.
+    """
+    CH: gl.constexpr = s_w[0].shape[0]
+    R: gl.constexpr = s_w[0].shape[1]
+    SLICES: gl.constexpr = s_x[0].shape[0]
+    PER: gl.constexpr = SLICES // CH
+    F: gl.constexpr = (B + STAGES - 1) % STAGES
+    # Gathered rows of few tokens take longer to arrive than their products take, so they are asked for first.
+    EARLY: gl.constexpr = GATHER and s_x[0].shape[1] <= 32
+    L_R: gl.constexpr = gl.SliceLayout(1, L_A)
+    DT: gl.constexpr = gl.bfloat16
+    i_next = i_s + STAGES - 1
+    b_tile = gl.zeros([R, _TILE], DT, L_A)
+    b_zero = gl.full([R, _TILE], 136.0, DT, L_A)
+    if GATHER:
+        async_copy.wait_group(STAGES - 2)
+        fence_async_shared()
+        if EARLY:
+            b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
+            _expect(s_w[F], s_x[F], e_w[F], e_x[F], i_next < NUM, GATHER)
+        barrier()
+        if EARLY:
+            _refill(
+                i_next, d_w, d_a, s_w[F], s_x[F], e_w[F], e_x[F], p_a, s_a, s_o, i_slot, i_n, i_row, NUM, GATHER, L_C
+            )
+    else:
+        mbarrier.wait(e_x[B], phase)
+    mbarrier.wait(e_w[B], phase)
+    for u in gl.static_range(CH):
+        b_code = s_w[B].index(u).load(L_A)
+        for n in gl.static_range(PER):
+            if (u * PER + n) * _TILE % SK == 0 or u + n == 0:
+                i_scale = (i_s * SLICES + u * PER + n) * _TILE // SK
+                b_scale, _ = gl.broadcast(gl.expand_dims(s_s.index(i_scale).load(L_R), 1), b_tile)
+                if ZEROS:
+                    b_zero, _ = gl.broadcast(gl.expand_dims(s_z.index(i_scale).load(L_R), 1), b_tile)
+            b_w = decode(b_code, b_zero, b_scale, n, CODES)
+            b_acc = warpgroup_mma(b_w, s_x[B].index(u * PER + n).permute((1, 0)), b_acc, is_async=True)
+            # Codes are decoded while the last product runs.
+            b_acc = warpgroup_mma_wait(num_outstanding=1, deps=(b_acc,))
+            if u + n == 0 and not EARLY:
+                # The products of the step before are complete in all warps behind the barrier.
+                _expect(s_w[F], s_x[F], e_w[F], e_x[F], i_next < NUM, GATHER)
+                barrier()
+                _refill(
+                    i_next, d_w, d_a, s_w[F], s_x[F], e_w[F], e_x[F], p_a, s_a, s_o, i_slot, i_n, i_row, NUM, GATHER,
+                    L_C,
+                )  # fmt: skip
+    return b_acc
+
+
+@gluon.jit
+def words_of(s_w, d_w):
+    """Return a buffer [CH, R, 32] as the block of words that a copy writes."""
+    return reinterpret(s_w, gl.int16, d_w.block_type.shape, d_w.layout)
+
+
+@gluon.jit
+def rows_of(s_x):
+    """Return a buffer [S, BM, 32] as the block of rows that a copy writes."""
+    return reinterpret(s_x, gl.bfloat16, s_x.shape, gl.NVMMASharedLayout(64, 16, 3))
+
+
+@gluon.jit
+def _pairs_of_expert(
+    p_ids, i_p, P, BP: gl.constexpr, BM: gl.constexpr, TOP: gl.constexpr, NW: gl.constexpr, L_M: gl.constexpr
+):
+    """Return whether pair i_p of P is the first of its expert, and each token's pair [BM] of this expert or -1.
+
+    The experts of a token differ.
+    """
     L_Q: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
-    o_q, o_p = gl.arange(0, BP, gl.SliceLayout(0, L_Q)), gl.arange(0, BP, gl.SliceLayout(1, L_Q))
+    o_q, o_r = gl.arange(0, BP, gl.SliceLayout(0, L_Q)), gl.arange(0, BM, gl.SliceLayout(1, L_Q))
     b_q = gl.load(p_ids + o_q, mask=o_q < P, other=-1).to(gl.int32)
-    b_p = gl.load(p_ids + o_p, mask=o_p < P, other=-1).to(gl.int32)
-    i_id = gl.load(p_ids + i_p).to(gl.int32)
-    # The number of earlier pairs of the same expert, of each pair and of this one.
-    b_rank = gl.sum(((b_q[None, :] == b_p[:, None]) & (o_q[None, :] < o_p[:, None])).to(gl.int32), 1)
-    i_rank = gl.sum(((b_q == i_id) & (o_q < i_p)).to(gl.int32), 0)
-    b_rank = gl.convert_layout(b_rank, gl.SliceLayout(0, L_Q))
-    o_r = gl.arange(0, BM, gl.SliceLayout(1, L_Q))
-    m_row = ((b_q == i_id) & (o_q < P))[None, :] & ((b_rank - i_rank)[None, :] == o_r[:, None])
+    m_q = b_q == gl.load(p_ids + i_p).to(gl.int32)
+    num_before = gl.sum((m_q & (o_q < i_p)).to(gl.int32), 0)
+    m_row = m_q[None, :] & ((o_q // TOP)[None, :] == o_r[:, None])
     b_pair = gl.sum(gl.where(m_row, (o_q + 1)[None, :], 0), 1) - 1
-    return i_rank % BM == 0, gl.convert_layout(b_pair, L_M)
+    return num_before == 0, gl.convert_layout(b_pair, L_M)
 
 
 # A plan's entries begin after those of its earlier parts, at any alignment.
 @gluon.jit(do_not_specialize=["P"], do_not_specialize_on_alignment=["p_entries"])
 def packed_product_kernel(
-    p_a, d_w, p_s, p_z, p_pairs, p_slots, p_num_blocks, P, p_out, p_table, p_state, s_a, s_scale, s_zero,
+    p_a, d_a, d_w, p_s, p_z, p_pairs, p_slots, p_num_blocks, P, p_out, p_table, p_state, s_a, s_scale, s_zero,
     p_logits, p_bias, p_counts, p_entries, p_weights, scaling,
     N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, WORLD: gl.constexpr, HOME: gl.constexpr,
     ROWS: gl.constexpr, GATED: gl.constexpr, SOURCE_K: gl.constexpr, CODES: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, CH: gl.constexpr, STAGES: gl.constexpr, SR: gl.constexpr, SK: gl.constexpr, KS: gl.constexpr,
-    ZEROS: gl.constexpr, BP: gl.constexpr, BLOCK: gl.constexpr, OVERLAP: gl.constexpr, NW: gl.constexpr,
+    ZEROS: gl.constexpr, BP: gl.constexpr, NW: gl.constexpr,
     LIMIT: gl.constexpr, E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
     CHOSEN: gl.constexpr, BC: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute one block of BM rows by BN outputs. GATED: gather a's rows, and store h = silu_mul of gates and ups.
+    """Compute one block of BM rows by BN outputs. GATED: of tokens' rows, and store h = silu_mul of gates and ups.
 
     d_w: words [S, tiles, G, N, 32] in blocks [1, CH, G, BN, 32]. p_s and p_z: scales and zero points
-    [S, K / SK, G, N / SR]. Slots of them are s_scale and s_zero apart, and KS covers K / SK. Rows of a are s_a apart.
-    Row r of a block lies BLOCK * block + r rows into h. E > 0: one token still has to choose CHOSEN of E experts, and
-    the second product writes ids to p_pairs and weights. Grid: (blocks * ceil(N / BN),).
+    [S, K / SK, G, N / SR]. Slots of them are s_scale and s_zero apart, and KS covers K / SK. Row r of block b is row
+    BM * b + r of h. Without a layout an expert has one block, whose row r is that of token r. d_a: rows as
+    [K / 32, rows, 32] in blocks [CH * slices, BM, 32]; with a layout, those of tokens are p_a, s_a apart. E > 0: one
+    token still has to choose CHOSEN of E experts, and the second product writes ids to p_pairs and weights. Grid:
+    (blocks * ceil(N / BN),).
     """
     G: gl.constexpr = 2 if GATED else 1
     R: gl.constexpr = G * BN
+    GATHER: gl.constexpr = GATED and ROWS == LAYOUT
     PER: gl.constexpr = 2 if CODES == "fp8" else 4
     SLICES: gl.constexpr = CH * PER
-    STEP: gl.constexpr = SLICES * _TILE
-    NUM: gl.constexpr = (K + STEP - 1) // STEP
+    NUM: gl.constexpr = K // (SLICES * _TILE)
     NB: gl.constexpr = (N + SR - 1) // SR
-    BYTES: gl.constexpr = CH * R * _TILE * 2
     DT: gl.constexpr = gl.bfloat16
     ST: gl.constexpr = DT if CODES == "fp4" else p_s.dtype.element_ty
     L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, BM, 16])
     L_A: gl.constexpr = gl.DotOperandLayout(0, L_Y, 2)
-    L_R: gl.constexpr = gl.SliceLayout(1, L_A)
     L_X: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
-    L_X3: gl.constexpr = gl.NVMMASharedLayout(64, 16, 3)
     L_B: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     WS: gl.constexpr = SLICES if SLICES < NW else NW
     L_C: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 8, 4], [WS, NW // WS, 1], [2, 1, 0])
     L_M: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, L_C))
     L_S: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
-    s_w = gl.allocate_shared_memory(gl.int16, [STAGES * CH, R, _TILE], L_X)
-    s_words = reinterpret(s_w, gl.int16, [STAGES, 1, CH, G, BN, _TILE], d_w.layout)
-    s_x = gl.allocate_shared_memory(DT, [STAGES * SLICES, BM, _TILE], L_X)
-    s_steps = reinterpret(s_x, DT, [STAGES, SLICES, BM, _TILE], L_X3)
+    # Triton 3.6 has no unpacking of tuples.
+    s_w, s_x, e_w, e_x = (), (), (), ()
+    for _ in gl.static_range(STAGES):
+        s_w = s_w + (gl.allocate_shared_memory(gl.int16, [CH, R, _TILE], L_X),)  # noqa: RUF005
+        s_x = s_x + (gl.allocate_shared_memory(DT, [SLICES, BM, _TILE], L_X),)  # noqa: RUF005
+        e_w = e_w + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # noqa: RUF005
+        e_x = e_x + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # noqa: RUF005
     s_s = gl.allocate_shared_memory(ST, [KS, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_z = s_s
     if ZEROS:
         s_z = gl.allocate_shared_memory(DT, [KS, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    bars = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    s_o = gl.allocate_shared_memory(gl.int32, [BM], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(e_w[i], count=1)
+        mbarrier.init(e_x[i], count=1)
     fence_async_shared()
     if GATED:
         # In every program: the second product reads ids and weights before it waits, and relies on this wait.
@@ -229,25 +336,25 @@ def packed_product_kernel(
         if BP == 1:
             b_pair = gl.where(o_m == 0, i_b, -1)
         else:
-            begins, b_pair = _pairs_of_block(p_pairs, i_b, P, BP, BM, NW, L_M)
+            begins, b_pair = _pairs_of_expert(p_pairs, i_b, P, BP, BM, SOURCE_K, NW, L_M)
             here = here & begins
     if GATED:
         let_next_begin()
-    i_row = i_b.to(gl.int64) * BLOCK
+    i_row = i_b * BM
+    # The first product without a layout reads all tokens.
+    i_first = 0 if GATED else i_row
     if here:
         for i in gl.static_range(STAGES - 1):
             # A copy past the end would have no reader, and could still write when the program has ended.
-            copy_words(d_w, s_words.index(i), bars.index(i), i_slot, i * CH, i_n, i < NUM, BYTES)
+            _expect(s_w[i], s_x[i], e_w[i], e_x[i], i < NUM, GATHER)
+            load_block(d_w, [i_slot, i * CH, 0, i_n, 0], e_w[i], words_of(s_w[i], d_w), pred=i < NUM)
         o_r = gl.arange(0, R, gl.SliceLayout(0, L_S))
         o_g = gl.arange(0, KS, gl.SliceLayout(1, L_S))
         o_s = o_g[:, None] * (G * NB) + (o_r // BN * NB + gl.minimum(i_n + o_r % BN, N - 1) // SR)[None, :]
         m_s = (o_g < (K + SK - 1) // SK)[:, None] & (o_r >= 0)[None, :]
         p_s += i_slot.to(gl.int64) * s_scale
         p_z += i_slot.to(gl.int64) * s_zero
-        if CODES == "fp4":
-            b_s = fp4_factors(gl.load(p_s + o_s, mask=m_s, other=127))
-        else:
-            b_s = gl.load(p_s + o_s, mask=m_s, other=0.0)
+        b_s = factors(gl.load(p_s + o_s, mask=m_s, other=0), CODES)
         reinterpret(s_s, ST, [KS, R], L_B).store(b_s)
         if ZEROS:
             b_z = gl.load(p_z + o_s, mask=m_s, other=0)
@@ -255,62 +362,53 @@ def packed_product_kernel(
         if not GATED:
             wait_for_previous()
             let_next_begin()
-        if GATED:
-            p_rows = p_a + (gl.maximum(b_pair, 0) // SOURCE_K).to(gl.int64)[None, :, None] * s_a
-            m_rows = (b_pair >= 0)[None, :, None]
-        else:
-            p_rows = p_a + (i_row + o_m)[None, :, None] * s_a
-            m_rows = (o_m >= 0)[None, :, None]
+        if GATHER:
+            # Rows below 0 are not copied. The results of padding, of whichever bytes are there, are not stored.
+            s_o.store(gl.where(b_pair >= 0, b_pair // SOURCE_K, -1))
         for i in gl.static_range(STAGES - 1):
-            copy_rows(p_rows, m_rows, s_steps.index(i), i * STEP, K, SLICES, L_C)
+            if GATHER:
+                _gather_rows(p_a, s_a, s_o, rows_of(s_x[i]), i * SLICES * _TILE, i < NUM, L_C)
+            else:
+                load_block(d_a, [i * SLICES, i_first, 0], e_x[i], rows_of(s_x[i]), pred=i < NUM)
         b_acc = gl.zeros([R, BM], gl.float32, L_Y)
-        b_tile = gl.zeros([R, _TILE], DT, L_A)
-        b_zero = gl.full([R, _TILE], 136.0, DT, L_A)
-        i_buffer, phase = 0, 0
-        for i_s in range(NUM):
-            mbarrier.wait(bars.index(i_buffer), phase)
-            async_copy.wait_group(STAGES - 2)
-            barrier()
-            fence_async_shared()
-            i_next = i_s + STAGES - 1
-            i_free = gl.where(i_buffer == 0, STAGES - 1, i_buffer - 1)
-            more = i_next < NUM
-            copy_words(d_w, s_words.index(i_free), bars.index(i_free), i_slot, i_next * CH, i_n, more, BYTES)
-            copy_rows(p_rows, m_rows & more, s_steps.index(i_free), i_next * STEP, K, SLICES, L_C)
-            for u in gl.static_range(CH):
-                b_code = s_w.index(i_buffer * CH + u).load(L_A)
-                for n in gl.static_range(PER):
-                    if (u * PER + n) * _TILE % SK == 0 or u + n == 0:
-                        i_scale = (i_s * STEP + (u * PER + n) * _TILE) // SK
-                        b_scale, _ = gl.broadcast(gl.expand_dims(s_s.index(i_scale).load(L_R), 1), b_tile)
-                        if ZEROS:
-                            b_zero, _ = gl.broadcast(gl.expand_dims(s_z.index(i_scale).load(L_R), 1), b_tile)
-                    b_w = decode(b_code, b_zero, b_scale, n, CODES)
-                    s_rows = s_x.index(i_buffer * SLICES + u * PER + n).permute((1, 0))
-                    b_acc = warpgroup_mma(b_w, s_rows, b_acc, is_async=OVERLAP)
-                    if OVERLAP:
-                        b_acc = warpgroup_mma_wait(num_outstanding=1, deps=(b_acc,))
-            if OVERLAP:
-                b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
-            last = i_buffer == STAGES - 1
-            i_buffer, phase = gl.where(last, 0, i_buffer + 1), gl.where(last, phase ^ 1, phase)
-        async_copy.wait_group(0)
+        for i_o in range(NUM // STAGES):
+            for i in gl.static_range(STAGES):
+                b_acc = _multiply_step(
+                    b_acc, i_o * STAGES + i, i_o & 1, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a, s_a, s_o, i_slot,
+                    i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
+                )  # fmt: skip
+        for i in gl.static_range(NUM % STAGES):
+            b_acc = _multiply_step(
+                b_acc, NUM // STAGES * STAGES + i, NUM // STAGES % 2, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a,
+                s_a, s_o, i_slot, i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
+            )  # fmt: skip
+        b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
+        if GATHER:
+            async_copy.wait_group(0)
         if GATED:
-            L_P: gl.constexpr = gl.BlockedLayout([1, 1, 2], [4, 8, 1], [NW, 1, 1], [2, 1, 0])
-            b_both = gl.convert_layout(gl.permute(gl.reshape(b_acc, [2, BN, BM]), (1, 2, 0)), L_P)
+            b_both = gl.permute(gl.reshape(b_acc, [2, BN, BM]), (1, 2, 0))
+            if BN != 16 * NW:
+                # Gates and ups are in different warps.
+                b_both = gl.convert_layout(b_both, gl.BlockedLayout([1, 1, 2], [4, 8, 1], [NW, 1, 1], [2, 1, 0]))
             b_gate, b_up = gl.split(b_both)
             b_gate, b_up = limited(b_gate.to(DT).to(gl.float32), b_up.to(DT).to(gl.float32), LIMIT)
-            b_y = (b_gate / (1.0 + gl.exp(-b_gate))).to(DT).to(gl.float32) * b_up
-            L_O: gl.constexpr = b_y.type.layout
-            o_n, o_o = i_n + gl.arange(0, BN, gl.SliceLayout(1, L_O)), gl.arange(0, BM, gl.SliceLayout(0, L_O))
-            m_r = gl.convert_layout(b_pair, gl.SliceLayout(0, L_O)) >= 0
-            p_row = p_out + (i_row + o_o) * N
+            b_y = ((b_gate / (1.0 + gl.exp(-b_gate))).to(DT).to(gl.float32) * b_up).to(DT)
         else:
-            b_y = b_acc
-            o_n = i_n + gl.arange(0, BN, gl.SliceLayout(1, L_Y))
-            b_row = gl.convert_layout(b_pair, gl.SliceLayout(0, L_Y))
+            b_y = b_acc.to(DT)
+        if BM >= 64:
+            # Neighbouring lanes store 16 bytes each.
+            LN: gl.constexpr = BN // 8 if BN < 256 else 32
+            L_T: gl.constexpr = gl.BlockedLayout([8, 1], [LN, 32 // LN], [1, NW], [0, 1])
+            s_y = gl.allocate_shared_memory(DT, [BN, BM], gl.SwizzledSharedLayout(8, 1, 8, [0, 1]), b_y)
+            b_y = s_y.load(L_T)
+        L_O: gl.constexpr = b_y.type.layout
+        o_n, o_o = i_n + gl.arange(0, BN, gl.SliceLayout(1, L_O)), gl.arange(0, BM, gl.SliceLayout(0, L_O))
+        b_row = gl.convert_layout(b_pair, gl.SliceLayout(0, L_O))
+        if GATED:
+            p_row, m_r = p_out + (i_row.to(gl.int64) + o_o) * N, b_row >= 0
+        else:
             p_row, m_r = result_rows(p_out, p_table, p_state, b_row, N, TOP_K, WORLD, HOME)
-        gl.store(p_row[None, :] + o_n[:, None], b_y.to(DT), mask=(o_n < N)[:, None] & m_r[None, :])
+        gl.store(p_row[None, :] + o_n[:, None], b_y, mask=(o_n < N)[:, None] & m_r[None, :])
     elif not GATED:
         # Every program waits, even without work, so that launches complete in order.
         wait_for_previous()
@@ -326,18 +424,28 @@ def shared_bytes(config: PackedConfig, form: WeightForm, *, dim: int, rows: int,
     """Return the shared memory of a program for blocks of `rows` rows and matrices of `dim` columns."""
     outputs, step = config.BN * (2 if gated else 1), config.tiles * form.tile_columns
     scale = (4 if form.parts[1].dtype == "float32" else 2) + (2 if len(form.parts) > 2 else 0)
-    stage = config.tiles * TILE * 2 * outputs + step * 2 * rows + 8
-    return scale_columns(config, form, dim) * outputs * scale + config.num_stages * stage
+    # Each stage has two barriers of 8 bytes, and an allocation is a multiple of 16. The last one needs no padding.
+    stage = config.tiles * TILE * 2 * outputs + step * 2 * rows + 32
+    of_rows = 4 * rows if gated else 0
+    return scale_columns(config, form, dim) * outputs * scale + config.num_stages * stage + of_rows - 8
 
 
-def product_arguments(weight: Matrix, config: PackedConfig, *, gated: bool) -> dict[str, Any]:
-    """Return the arguments of the kernel that follow from the tiled matrices [S, G N, K] and the config."""
+def product_arguments(
+    weight: Matrix, config: PackedConfig, a: torch.Tensor, block_rows: int, *, gated: bool, gathers: bool
+) -> dict[str, Any]:
+    """Return the arguments of the kernel that follow from the tiled matrices [S, G N, K], the rows a and the config."""
     words, scales, *zeros = weight.arrays
     num_out, dim, part = words.shape[3], weight.shape[-1], weight.form.parts[1]
     box = [1, config.tiles, words.shape[2], config.BN, TILE]
-    layout = gl.NVMMASharedLayout(64, 16, 5)
+    tiles = TensorDescriptor(words, list(words.shape), list(words.stride()), box, gl.NVMMASharedLayout(64, 16, 5))
+    rows = tiles
+    if not gathers:
+        slices = config.tiles * weight.form.tile_columns // TILE
+        shape, box = [dim // TILE, a.shape[0], TILE], [slices, block_rows, TILE]
+        rows = TensorDescriptor(a, shape, [TILE, a.stride(0), 1], box, gl.NVMMASharedLayout(64, 16, 3))
     return {
-        "d_w": TensorDescriptor(words, list(words.shape), list(words.stride()), box, layout),
+        "d_w": tiles,
+        "d_a": rows,
         "p_s": scales,
         "p_z": zeros[0] if zeros else scales,
         "s_scale": scales.stride(0),
@@ -353,7 +461,6 @@ def product_arguments(weight: Matrix, config: PackedConfig, *, gated: bool) -> d
         "SK": part.columns or dim,
         "KS": scale_columns(config, weight.form, dim),
         "ZEROS": bool(zeros),
-        "OVERLAP": config.overlap,
         "NW": config.num_warps,
         "num_warps": config.num_warps,
         "enable_fp_fusion": False,

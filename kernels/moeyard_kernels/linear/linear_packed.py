@@ -34,7 +34,7 @@ from moeyard_kernels.common import codes, launch
 from moeyard_kernels.common.dependent import dependent, let_next_begin, wait_for_previous
 from moeyard_kernels.common.gluon import load_block, reinterpret
 from moeyard_kernels.common.tuning import MULTIPROCESSORS, Config
-from moeyard_kernels.experts.packed_product import barrier, decode
+from moeyard_kernels.experts.packed_product import E4M3_FACTOR, barrier, decode, factors
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_kernels.types.weight_form import TILE
 
@@ -48,6 +48,7 @@ _LARGER_VIEWS = gl.constexpr(launch.LARGER_VIEWS)
 # Buffers of decoded values.
 _BUFFERS = gl.constexpr(3)
 _FP8_0, _FP8_1 = codes.FP8_0, codes.FP8_1
+_NARROW_0, _NARROW_1 = codes.NARROW_0, codes.NARROW_1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +128,7 @@ def _multiply(
     s_words = reinterpret(s_w, gl.int16, [STAGES, CH, BN, _TILE], L_W3)
     o_u, o_r = gl.arange(0, CH, gl.SliceLayout(1, L_S)), gl.arange(0, BN, gl.SliceLayout(0, L_S))
     p_row = p_s + gl.minimum(i_n + o_r, N - 1)[None, :] // SR
-    b_scale = gl.load(p_row + (o_u * _COLUMNS // SK * NB)[:, None])
+    b_scale = factors(gl.load(p_row + (o_u * _COLUMNS // SK * NB)[:, None]), "fp8")
     i_buffer, phase, i_value = 0, 0, 0
     # This loop runs once. Without it ptxas lets each product wait for the last one (its note C7514).
     for _tile in range(gl.program_id(0), gl.cdiv(M, BM) * gl.cdiv(N, BN), gl.num_programs(0)):
@@ -136,7 +137,7 @@ def _multiply(
             b_next = b_scale
             if SK < NUM * CH * _COLUMNS:
                 i_next = gl.minimum(i_s + 1, NUM - 1) * CH
-                b_next = gl.load(p_row + ((i_next + o_u) * _COLUMNS // SK * NB)[:, None])
+                b_next = factors(gl.load(p_row + ((i_next + o_u) * _COLUMNS // SK * NB)[:, None]), "fp8")
             mbarrier.wait(e.index(i_buffer), phase)
             b_code = s_words.index(i_buffer).load(L_C)
             b_each, _ = gl.broadcast(gl.expand_dims(b_scale, 2), b_code)
@@ -182,7 +183,7 @@ def linear_packed_kernel(
     """Compute [BM, BN] of x [M, K] @ w [N, K].T (+ bias).
 
     d_x: x as [K / 64, M, 64] in blocks [CH, BM, 64]. d_w: words [K / 64, N, 32] in blocks [CH, BN, 32]. p_s: scales
-    [K / SK, N / SR] fp32. CH divides K / 64. Grid: (ceil(M / BM) * ceil(N / BN),).
+    [K / SK, N / SR], fp32 or bf16. CH divides K / 64. Grid: (ceil(M / BM) * ceil(N / BN),).
     """
     NUM: gl.constexpr = K // (CH * _COLUMNS)
     L_W: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
@@ -235,8 +236,13 @@ def write_values_kernel(
     o_s = (o_t * (2 * TILE) // SK)[:, None] * tl.cdiv(N, SR) + (o_n // SR)[None, :]
     b_scale, _ = tl.broadcast(tl.load(p_s + o_s, mask=m, other=0.0)[:, :, None], b_code)
     o_y = (o_n.to(tl.int64) * K)[None, :, None] + (o_t * (2 * TILE))[:, None, None] + o_c
-    b_low = tl.inline_asm_elementwise(_FP8_0, "=r,r,f,f", [b_code, b_scale], dtype=tl.bfloat16, is_pure=True, pack=2)
-    b_high = tl.inline_asm_elementwise(_FP8_1, "=r,r,f,f", [b_code, b_scale], dtype=tl.bfloat16, is_pure=True, pack=2)
+    if b_scale.dtype == tl.bfloat16:
+        b_scale = (b_scale.to(tl.float32) * E4M3_FACTOR).to(tl.bfloat16)
+        b_low = tl.inline_asm_elementwise(_NARROW_0, "=r,r,r", [b_code, b_scale], tl.bfloat16, is_pure=True, pack=2)
+        b_high = tl.inline_asm_elementwise(_NARROW_1, "=r,r,r", [b_code, b_scale], tl.bfloat16, is_pure=True, pack=2)
+    else:
+        b_low = tl.inline_asm_elementwise(_FP8_0, "=r,r,f,f", [b_code, b_scale], tl.bfloat16, is_pure=True, pack=2)
+        b_high = tl.inline_asm_elementwise(_FP8_1, "=r,r,f,f", [b_code, b_scale], tl.bfloat16, is_pure=True, pack=2)
     tl.store(p_y + o_y, b_low, mask=m[:, :, None])
     tl.store(p_y + o_y + TILE, b_high, mask=m[:, :, None])
 
