@@ -156,7 +156,7 @@ def test_an_interrupted_run_is_continued(new: Callable[[], NewCheckpoint], tmp_p
 
 
 FORMS = {
-    "fp8": fp8_form(128, 128),
+    "fp8": fp8_form(128, 128, scales="bfloat16"),
     "int4-g32": int4_form(32, scales="bfloat16", zeros=False),
     "int4-g128": int4_form(128, scales="bfloat16", zeros=False),
 }
@@ -227,7 +227,8 @@ def test_sizes_of_groups_and_partial_blocks(tmp_path: Path) -> None:
     assert stored[f"{up}.weight_shape"].tolist() == [128, 256]
     stored = tensors(written(quantized(plain, "fp8"), tmp_path / "fp8"))
     q = "model.layers.1.self_attn.q_proj.weight"
-    assert (stored[q].dtype, stored[f"{q}_scale_inv"].shape) == (torch.float8_e4m3fn, (2, 2))
+    scales = stored[f"{q}_scale_inv"]
+    assert (stored[q].dtype, scales.dtype, scales.shape) == (torch.float8_e4m3fn, torch.bfloat16, (2, 2))
 
 
 @pytest.mark.slow

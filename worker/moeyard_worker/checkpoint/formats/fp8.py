@@ -16,7 +16,8 @@ from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, Quantiz
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.layers.weights import Part
 
-_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+# Dtypes of stored scales. The first is the one that `converting.py` writes.
+_SCALES = ("BF16", "F32", "F16", "F8_E8M0")
 # Those whose values are bf16 values.
 _BF16_SCALES = frozenset({"BF16", "F8_E8M0"})
 # The key of scales in DeepSeek-V4's releases, in place of ".weight".
