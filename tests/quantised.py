@@ -6,6 +6,7 @@ Scales and zero points differ between neighbouring blocks, and the largest, the 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import edit_config
 
 Tensors = dict[str, torch.Tensor]
+E8M0 = torch.float8_e8m0fnu
 # Modules that published checkpoints leave plain.
 PLAIN = ("embed_tokens", "lm_head", "gate", "shared_expert_gate", "in_proj_ba", "eh_proj", "norm")
 
@@ -52,8 +54,11 @@ def fp8_codes(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return codes
 
 
-def fp8_blocks(block: int, *, exponents: bool = False) -> Any:
-    """Return the quantiser of the method "fp8" with square blocks; `exponents`: scales are powers of two (e8m0)."""
+def fp8_blocks(block: int, stored: torch.dtype = torch.float32, *, exponents: bool = False) -> Any:
+    """Return the quantiser of the method "fp8" with square blocks and scales of a dtype.
+
+    exponents: the scales are powers of two.
+    """
 
     def quantise(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
         shape = weight.shape
@@ -61,10 +66,10 @@ def fp8_blocks(block: int, *, exponents: bool = False) -> Any:
         scales = (torch.rand(grid, generator=generator) + 0.5) * weight.float().abs().max() / 300
         if exponents:
             scales = scales.log2().round().exp2()
-        full = spread(scales, shape, block, block)
+        scales = scales.to(stored)
+        full = spread(scales.float(), shape, block, block)
         codes = fp8_codes(weight, full)
-        stored = scales.to(torch.float8_e8m0fnu) if exponents else scales
-        return {".weight": codes, ".weight_scale_inv": stored}, values(codes, full)
+        return {".weight": codes, ".weight_scale_inv": scales}, values(codes, full)
 
     return quantise
 
@@ -77,10 +82,12 @@ def fp8_rows(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors,
     return {".weight": codes, ".weight_scale": scales.bfloat16()}, values(codes, scales.expand(weight.shape))
 
 
-def fp8_tensor(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
+def fp8_tensor(
+    weight: torch.Tensor, generator: torch.Generator, stored: torch.dtype = torch.float32
+) -> tuple[Tensors, torch.Tensor]:
     """Quantise with one scale per tensor, and a scale of the activations that a server may ignore."""
-    scale = weight.float().abs().max() / 448
-    codes = fp8_codes(weight, scale)
+    scale = (weight.float().abs().max() / 448).to(stored)
+    codes = fp8_codes(weight, scale.float())
     return {".weight": codes, ".weight_scale": scale, ".input_scale": scale}, values(codes, scale.expand(weight.shape))
 
 
@@ -168,8 +175,18 @@ def _compressed(kind: str, weights: dict[str, Any]) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": kind, "config_groups": {"group_0": group}}
 
 
+def _blocks_of_128(stored: torch.dtype, *, exponents: bool = False, **more: Any) -> Layout:
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], **more}
+    return Layout(fp8_blocks(128, stored, exponents=exponents), settings, "modules_to_not_convert")
+
+
 _INT4 = MappingProxyType({"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True})
-TILED = ("fp8-128", "ct-int4-g32", "awq-g64")
+TILED = ("fp8-128", "fp8-128-bf16", "ct-int4-g32", "awq-g64")
+# The dtype of scales in tiles, for fp8 layouts of each dtype of stored scales.
+SCALES = MappingProxyType(
+    {"fp8-128": "float32", "fp8-128-f16": "float32"}
+    | dict.fromkeys(("fp8-128-bf16", "fp8-128-e8m0", "fp8-128-ue8m0"), "bfloat16")
+)
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {
         "fp8": Layout(
@@ -178,7 +195,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             "modules_to_not_convert",
         ),
         "fp8-ue8m0": Layout(
-            fp8_blocks(24, exponents=True),
+            fp8_blocks(24, E8M0, exponents=True),
             {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [24, 24]},
             "modules_to_not_convert",
         ),
@@ -188,6 +205,11 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "ct-fp8": Layout(
             fp8_rows, _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}), "ignore"
         ),
+        "ct-fp8-tensor": Layout(
+            partial(fp8_tensor, stored=torch.bfloat16),
+            _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
+            "ignore",
+        ),
         "ct-int4": Layout(int4_words(8), _compressed("pack-quantized", {**_INT4, "group_size": 8}), "ignore"),
         "ct-int4-zeros": Layout(
             int4_words(8, zeros=True),
@@ -195,9 +217,11 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             "ignore",
         ),
         # Sizes of blocks that a GPU's products read from codes.
-        "fp8-128": Layout(
-            fp8_blocks(128), {"quant_method": "fp8", "weight_block_size": [128, 128]}, "modules_to_not_convert"
-        ),
+        "fp8-128": _blocks_of_128(torch.float32),
+        "fp8-128-bf16": _blocks_of_128(torch.bfloat16),
+        "fp8-128-f16": _blocks_of_128(torch.float16),
+        "fp8-128-e8m0": _blocks_of_128(E8M0, exponents=True),
+        "fp8-128-ue8m0": _blocks_of_128(torch.float32, exponents=True, scale_fmt="ue8m0"),
         "ct-int4-g32": Layout(int4_words(32), _compressed("pack-quantized", {**_INT4, "group_size": 32}), "ignore", 32),
         "awq-g64": Layout(
             awq(64),
@@ -225,6 +249,10 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         ),
     }
 )
+
+
+# Layouts of small blocks, which small models of every family fit.
+SMALL = tuple(name for name in LAYOUTS if name not in (*TILED, *SCALES))
 
 
 def quantise(directory: Path, layout: str, *, excluded: tuple[str, ...] = PLAIN) -> Tensors:

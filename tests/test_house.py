@@ -34,8 +34,10 @@ ROOMS = {
     "experts": ("config", "exchange"),
     "layers": ("config", "state", "exchange"),
     "checkpoint.formats": ("config", "layers"),
-    "models": ("config", "state", "exchange", "layers", "checkpoint.formats"),
-    "checkpoint": ("config", "layers", "models", "checkpoint.formats"),
+    # Headers of files, which show the scales of fp8 codes.
+    "checkpoint.index": ("config",),
+    "models": ("config", "state", "exchange", "layers", "checkpoint.formats", "checkpoint.index"),
+    "checkpoint": ("config", "layers", "models", "checkpoint.formats", "checkpoint.index"),
     "engine": ("config", "state", "scheduling", "exchange", "experts", "layers", "models", "checkpoint"),
 }
 # The same for the rooms of the engine.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,16 @@ from tests.limits import HANG_SECONDS
 
 from moeyard_kernels import ops
 from moeyard_kernels.types.fetch_window import SHARED, FetchWindow
-from moeyard_kernels.types.peer_shape import KEPT_TIMES, NUM_COUNTS, NUM_TIMES, RECEIVED, SENT, TIMES
+from moeyard_kernels.types.peer_shape import (
+    KEPT_TIMES,
+    NUM_COUNTS,
+    NUM_TIMES,
+    RECEIVED,
+    SENT,
+    TIMES,
+    FetchShape,
+    LentMemory,
+)
 from moeyard_kernels.types.peer_window import (
     ABORT,
     COMBINE,
@@ -42,6 +52,7 @@ from moeyard_worker.exchange.membership.mesh import Mesh
 from moeyard_worker.exchange.shape import ExchangeShape
 from moeyard_worker.exchange.transports.nvlink import exchange as nvlink
 from moeyard_worker.exchange.transports.nvlink.exchange import NvlinkExchange
+from moeyard_worker.exchange.transports.nvlink.expert_fetch import FetchOffer, PeerFetch
 from moeyard_worker.exchange.transports.nvlink.memory import MeshStore
 from moeyard_worker.exchange.transports.nvlink.steps import PeerCounts
 
@@ -519,6 +530,23 @@ def test_torch_rendezvous_uses_the_mesh() -> None:
     with pytest.raises(ExchangeError, match="rank 2 "):
         store.set("CUDASymmetricMemory/2/0", "unanswered")
     for mesh in meshes[:2]:
+        mesh.close()
+
+
+def test_ranks_whose_experts_have_other_bytes_share_no_fetch() -> None:
+    """A rank that begins after files have changed may keep other scales than its peers."""
+    meshes = open_meshes(2, SMALL)
+    memory = LentMemory(pid=1, fd=2, inode=3, num_bytes=4)
+    peer = SimpleNamespace(state=torch.empty(0))
+
+    def meet(rank: int) -> None:
+        shape = FetchShape(world_size=2, up_bytes=512 + 256 * rank, down_bytes=256)
+        offer = FetchOffer(shape=shape, memory=memory, misses=True, required=True)
+        with pytest.raises(ExchangeError, match="shared cannot be: rank 1: experts take other bytes there"):
+            PeerFetch(None, offer, peer).meet(meshes[rank])  # type: ignore[arg-type]
+
+    together([lambda rank=rank: meet(rank) for rank in range(2)])
+    for mesh in meshes:
         mesh.close()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import VOCAB_SIZE, add_v4_drafts, edit_config, edit_tensors, make_checkpoint, publish_v4
-from tests.quantised import fp8_blocks
+from tests.quantised import E8M0, fp8_blocks
 from tests.rank import Rank
 
 from moeyard_kernels.cpu.backend import CpuBackend
@@ -99,7 +99,7 @@ def publish_codes(directory: Path) -> dict[str, torch.Tensor]:
             signed = torch.where(codes >= 8, -e2m1[codes % 8], e2m1[codes % 8])
             plain[key] = (signed * torch.exp2(exponents - 127.0).repeat_interleave(32, 1)).bfloat16()
         elif at.endswith(FP8) and "compressor" not in at:
-            tensors, plain[key] = fp8_blocks(16, exponents=True)(value, generator)
+            tensors, plain[key] = fp8_blocks(16, E8M0, exponents=True)(value, generator)
             stored |= {key: tensors[".weight"], f"{at}.scale": tensors[".weight_scale_inv"]}
         else:
             stored[key] = value

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import edit_config, make_checkpoint
-from tests.quantised import LAYOUTS, PLAIN, TILED, make_pair, quantise
+from tests.quantised import LAYOUTS, PLAIN, SCALES, SMALL, TILED, make_pair, quantise
 from tests.rank import Rank
 
 from moeyard_kernels import ops
@@ -63,7 +63,7 @@ def loaded(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in TILED])
+@pytest.mark.parametrize("layout", SMALL)
 def test_weights_equal_the_bfloat16_checkpoint(layout: str, family: str, tmp_path: Path) -> None:
     quantised, plain = make_pair(partial(make, family), tmp_path, layout)
     found, wanted = loaded(quantised), loaded(plain)
@@ -72,7 +72,7 @@ def test_weights_equal_the_bfloat16_checkpoint(layout: str, family: str, tmp_pat
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("layout", TILED)
+@pytest.mark.parametrize("layout", dict.fromkeys((*TILED, *SCALES)))
 def test_tiles_hold_the_values_of_the_bfloat16_checkpoint(layout: str, tmp_path: Path) -> None:
     """Experts whose codes stay in memory: their bytes are those of the form, and their values the same."""
     sizes: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128}
@@ -83,9 +83,11 @@ def test_tiles_hold_the_values_of_the_bfloat16_checkpoint(layout: str, tmp_path:
     for directory, packed in ((quantised, True), (plain, False)):
         model = load_model_config(directory)
         if packed:
-            model = with_codes(model, dense=True)
+            model = with_codes(model, directory, dense=True)
         form = model.expert_form("bfloat16")
         assert form.gate_up.tiled == form.down.tiled == packed
+        if packed and layout in SCALES:
+            assert form.gate_up == form.down == fp8_tiles(128, 128, scales=SCALES[layout])
         checkpoint = open_checkpoint(directory, model)
         weights = CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.bfloat16)
         views = blob_views(form, torch.full((form.blob_bytes,), 255, dtype=torch.uint8))
@@ -97,7 +99,7 @@ def test_tiles_hold_the_values_of_the_bfloat16_checkpoint(layout: str, tmp_path:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next"])
-@pytest.mark.parametrize("layout", ["fp8-128", "ct-fp8", "fp8-tensor", "ct-int4-g32"])
+@pytest.mark.parametrize("layout", ["fp8-128", "fp8-128-bf16", "ct-fp8", "ct-fp8-tensor", "fp8-tensor", "ct-int4-g32"])
 def test_dense_matrices_keep_codes_of_fp8(layout: str, family: str, tmp_path: Path) -> None:
     """Their values, their bytes and their products are those that the bfloat16 checkpoint calls for.
 
@@ -124,13 +126,14 @@ def test_dense_matrices_keep_codes_of_fp8(layout: str, family: str, tmp_path: Pa
         if not found.form.tiled:
             continue
         coded |= {part.key.split(".", 3)[-1] for part in one.parts}
+        assert found.scales.dtype == (torch.float32 if layout in ("fp8-128", "fp8-tensor") else torch.bfloat16)
         for count in (1, 64, 65):
             x, bias = torch.randn(count, one.columns).bfloat16(), torch.randn(one.rows).bfloat16()
             assert torch.equal(backend.linear(x, found, bias), backend.linear(x, wanted, bias))
     expected = checkpoints[0].spec.dense_bytes("bfloat16"), checkpoints[1].spec.dense_bytes("bfloat16")
     assert (expected[0] < expected[1]) == bool(coded) == (layout != "ct-int4-g32")
     assert not coded or "self_attn.o_proj.weight" in coded
-    if layout == "fp8-128":
+    if layout.startswith("fp8-128"):
         # Rows of queries end at a block, rows of keys within one.
         assert "self_attn.q_proj.weight" not in coded
         assert ("self_attn.kv_a_proj_with_mqa.weight" in coded) == (family == "deepseek_v3")
@@ -141,12 +144,14 @@ def test_dense_matrices_keep_codes_of_fp8(layout: str, family: str, tmp_path: Pa
         assert not any(without.form(each, "bfloat16").tiled for each in without.dense())
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
-def test_answers_over_codes_with_the_backend_of_gpus(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "family"), [("fp8-128", "deepseek_v3"), ("fp8-128", "qwen3_moe"), ("fp8-128-bf16", "qwen3_moe")]
+)
+def test_answers_over_codes_with_the_backend_of_gpus(layout: str, family: str, tmp_path: Path) -> None:
     """The layers of a GPU over codes of experts, attention, shared experts and a dense MLP, on a CPU."""
     sizes: dict[str, Any] = {"hidden_size": 256, "moe_intermediate_size": 128, "intermediate_size": 256}
     quantised, plain = make_pair(
-        partial(make_checkpoint, family=family, dtype=torch.bfloat16, **sizes), tmp_path, "fp8-128"
+        partial(make_checkpoint, family=family, dtype=torch.bfloat16, **sizes), tmp_path, layout
     )
     found = []
     for directory, model in ((quantised, gpu_model(quantised, weights="codes")), (plain, load_model_config(plain))):
@@ -180,6 +185,69 @@ def wide(tmp_path: Path) -> Path:
     """A checkpoint with a layer of multi-token prediction, and sizes that products over codes read."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 128}
     return make_checkpoint(tmp_path / "wide", "deepseek_v3", dtype=torch.bfloat16, num_nextn_predict_layers=1, **sizes)
+
+
+def scales_of(model: ModelConfig) -> str:
+    """Return the dtype of the scales of experts in memory."""
+    return model.expert_form("bfloat16").gate_up.parts[1].dtype
+
+
+def test_scales_are_bf16_only_if_all_stored_ones_are(wide: Path, tmp_path: Path) -> None:
+    """The headers of all shards decide, and a served model differs in nothing else."""
+    quantise(wide, "fp8-128-bf16")
+    narrow = gpu_model(wide)
+    assert scales_of(narrow) == "bfloat16"
+    stored = load_file(wide / "model.safetensors")
+    (wide / "model.safetensors").unlink()
+    assert scales_of(gpu_model(wide)) == "float32", "the weights are not downloaded yet"
+    key = f"{EXPERT}.weight_scale_inv"
+    shards = {"a.safetensors": stored, "b.safetensors": {key: stored.pop(key).float()}}
+    weight_map = {each: name for name, tensors in shards.items() for each in tensors}
+    (wide / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for name, tensors in shards.items():
+        save_file(tensors, wide / name, metadata={"format": "pt"})
+    assert scales_of(gpu_model(wide)) == "float32"
+    assert gpu_model(wide) == narrow
+    open_checkpoint(wide, narrow)
+
+
+@pytest.mark.parametrize(
+    ("layout", "code", "scale", "message"),
+    [
+        ("fp8-128-bf16", 0x7E, 127.5, None),
+        ("fp8-128-bf16", 0x7E, 128.0, "weight_scale_inv holds a scale that is no bfloat16 value below 128"),
+        ("fp8-128-ue8m0", 0x7E, 1.001, "weight_scale_inv holds a scale that is no bfloat16 value below 128"),
+        ("fp8-128-bf16", 0x7F, 1.0, "weight: an e4m3 code is NaN"),
+        ("fp8-128-e8m0", 0xFF, 1.0, "weight: an e4m3 code is NaN"),
+        ("fp8-128", 0xFF, 129.1, None),
+    ],
+)
+def test_values_that_tiles_cannot_hold_are_refused_by_name(
+    layout: str, code: int, scale: float, message: str | None, wide: Path
+) -> None:
+    quantise(wide, layout)
+    tensors = load_file(wide / "model.safetensors")
+    codes, scales = tensors[f"{EXPERT}.weight"], tensors[f"{EXPERT}.weight_scale_inv"]
+    codes.view(torch.uint8)[5, 9] = code
+    scales[0, 1] = scale
+    change(wide, **{f"{EXPERT}.weight": codes, f"{EXPERT}.weight_scale_inv": scales})
+    wanted = (codes.float() * scales.float().repeat_interleave(128, 1)).bfloat16()
+
+    def up(model: ModelConfig) -> torch.Tensor:
+        form = model.expert_form("bfloat16")
+        views = blob_views(form, torch.empty(form.blob_bytes, dtype=torch.uint8))
+        checkpoint = open_checkpoint(wide, model)
+        CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.bfloat16).fill(1, 3, views)
+        return dequantize(views.up)
+
+    torch.testing.assert_close(up(gpu_model(wide, weights="bfloat16")), wanted, rtol=0, atol=0, equal_nan=True)
+    if message is None:
+        torch.testing.assert_close(up(gpu_model(wide)), wanted, rtol=0, atol=0, equal_nan=True)
+    else:
+        with pytest.raises(
+            CheckpointError, match=rf"{EXPERT}.{message}.* serve the checkpoint with --weights bfloat16"
+        ):
+            up(gpu_model(wide))
 
 
 @pytest.mark.parametrize("layer", [2, 3], ids=["layer", "draft layer"])
@@ -348,7 +416,7 @@ def test_float_values_in_place_of_codes_are_refused(qwen: Path) -> None:
         check(qwen)
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in TILED])
+@pytest.mark.parametrize("layout", SMALL)
 def test_codes_of_an_excluded_module_are_refused(layout: str, qwen: Path) -> None:
     quantise(qwen, layout)
     name = EXPERT if LAYOUTS[layout].listed != "dynamic" else {f"-:.*{EXPERT}": {}}

@@ -1,12 +1,15 @@
 """Each published shape is a model that can be served, and the bundled shape is that of the bundled model."""
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from tests.checkpoints import DEMO
 
 from moeyard_kernels.cpu.backend import CpuBackend
+from moeyard_kernels.types.matrix import blob_views, dequantize
 from moeyard_worker.checkpoint.dummy import DummyWeights
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.families import load_model_config
@@ -76,6 +79,30 @@ def test_served_model() -> None:
     drawn = EngineConfig(model_path=None, load_format="dummy", shape="moeyard-demo", num_layers=3)
     assert served_model(drawn) == shape_model("moeyard-demo", 3)
     assert served_model(EngineConfig(model_path=str(DEMO))) == load_model_config(DEMO)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale_bytes"),
+    [("Qwen3-30B-A3B", 2), ("Qwen3.5-35B-A3B", 2), ("DeepSeek-V3", 4), ("DeepSeek-V4-Flash", 2)],
+)
+def test_random_fp8_weights_have_the_scales_of_releases(name: str, scale_bytes: int) -> None:
+    """bf16 values in Qwen's, fp32 values in DeepSeek-V3's, powers of two in DeepSeek-V4's."""
+    options: dict[str, Any] = {"load_format": "dummy", "device": "cuda", "quantization": "fp8"}
+    model = served_model(EngineConfig(model_path=None, shape=name, num_layers=4, **options))
+    values = model.hidden_size * model.moe_intermediate_size
+    form = model.expert_form("bfloat16")
+    assert form.blob_bytes == 3 * (values + values // 128**2 * scale_bytes)
+    small = replace(model, hidden_size=256, moe_intermediate_size=128)
+    form = small.expert_form("bfloat16")
+    views = blob_views(form, torch.empty(form.blob_bytes, dtype=torch.uint8))
+    backend = CpuBackend(page_size=16)
+    DummyWeights(model_spec(small, ()), backend=backend, dtype=torch.bfloat16).fill(small.moe_layers[0], 0, views)
+    scales = views.up.scales.flatten()
+    assert (scales > 0).all()
+    assert (torch.frexp(scales.float()).mantissa == 0.5).all() == name.startswith("DeepSeek-V4")
+    # The largest value is 448 times the scale, or up to half of that if the scale is rounded up to a power of two.
+    largest = dequantize(views.up).float().view(1, 128, 2, 128).abs().amax((1, 3)).flatten() / scales.float()
+    assert ((largest > (224 if name.startswith("DeepSeek-V4") else 444)) & (largest < 450)).all()
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,11 @@ def experts_plan(args: argparse.Namespace) -> int:
     needs: Any = loads.read_loads(path) if counted else planning.read_needs(path)
     expert_bytes = None
     if args.model is not None:
-        model = load_model_config(checkpoint(args))
+        directory = checkpoint(args)
+        model = load_model_config(directory)
         if (model.num_experts, set(needs.layers) - set(model.moe_layers)) != (needs.num_experts, set()):
             raise ValueError(f"{args.file} tells nothing of {args.model}: it has other layers or experts")
-        expert_bytes = with_codes(model).expert_form(model.dtype).blob_bytes
+        expert_bytes = with_codes(model, directory).expert_form(model.dtype).blob_bytes
     if counted:
         print(loads.format_loads(planning.compare_loads(needs, args.workers, num_copies=args.copies)))
     else:

@@ -84,9 +84,12 @@ def plain_form(dtype: str) -> WeightForm:
     return WeightForm("plain", (FormPart("data", dtype),))
 
 
-def fp8_form(rows: int | None, columns: int | None) -> WeightForm:
-    """Return the form of e4m3 codes with an fp32 scale per block of `rows` x `columns`: w = bf16(code * scale)."""
-    return WeightForm("fp8", (FormPart("codes", "float8_e4m3fn"), FormPart("scales", "float32", rows, columns)))
+def fp8_form(rows: int | None, columns: int | None, *, scales: str = "float32") -> WeightForm:
+    """Return the form of e4m3 codes with a scale per block of `rows` x `columns`: w = bf16(fp32(code * scale)).
+
+    `scales` is their dtype.
+    """
+    return WeightForm("fp8", (FormPart("codes", "float8_e4m3fn"), FormPart("scales", scales, rows, columns)))
 
 
 def int4_form(group: int | None, *, scales: str, zeros: bool) -> WeightForm:

@@ -129,7 +129,7 @@ def _quantize(reader: Reader, source: Part, form: WeightForm, keys: tuple[str, .
 def _form(scheme: QuantizedScheme) -> WeightForm:
     match scheme:
         case Fp8Scheme():
-            return fp8_form(scheme.rows, scheme.columns)
+            return fp8_form(scheme.rows, scheme.columns, scales="bfloat16")
         case PackedInt4Scheme():
             return int4_form(scheme.group, scales=scheme.scales, zeros=False)
     raise AssertionError(f"{scheme} is only read")

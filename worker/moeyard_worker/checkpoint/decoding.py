@@ -8,7 +8,16 @@ from typing import Protocol
 
 import torch
 
-from moeyard_kernels.types.matrix import E2M1_EXPONENTS, NIBBLES, Matrix, dequantize, pack_codes, tile_, unpack_codes
+from moeyard_kernels.types.matrix import (
+    E2M1_EXPONENTS,
+    E4M3_SCALES_END,
+    NIBBLES,
+    Matrix,
+    dequantize,
+    pack_codes,
+    tile_,
+    unpack_codes,
+)
 from moeyard_kernels.types.weight_form import fp4_form, fp8_form, int4_form
 from moeyard_worker.checkpoint.formats.compressed_tensors import PackedInt4Scheme
 from moeyard_worker.checkpoint.formats.format import Scheme
@@ -20,6 +29,7 @@ from moeyard_worker.layers.weights import Part, num_elements
 
 # The bits at which AWQ stores row i of 8 rows.
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+_ADVICE = ", so its codes cannot stay in GPU memory; serve the checkpoint with --weights bfloat16"
 
 
 class Read(Protocol):
@@ -36,12 +46,15 @@ class Read(Protocol):
 def fill(out: Matrix, part: Part, scheme: Scheme, read: Read) -> None:
     """Write `part`, stored as `scheme` says, into `out`, a matrix of its rows.
 
-    Raises CheckpointError naming the tensor for scales that are not finite or 0, and for a stored shape that differs.
+    Raises CheckpointError naming the tensor for scales that are not finite or 0, for a stored shape that differs, and
+    for scales or codes that the form of `out` cannot hold.
     """
     device = out.data.device
     match scheme:
         case Fp8Scheme():
             found = _fp8(part, scheme, read, device)
+            if out.form.tiled and out.scales.dtype == torch.bfloat16:
+                _check_bf16(scheme.marker(part.key), found.scales)
         case Fp4Scheme():
             found = _fp4(part, scheme, read, device)
             if out.form.tiled:
@@ -76,7 +89,10 @@ def store(out: Matrix, found: Matrix, part: Part) -> None:
         out.data.copy_(_regroup(dequantize(found), part))
         return
     assert part.regroup is None, "rows of experts are stored in order"
-    tile_(out, found)
+    try:
+        tile_(out, found)
+    except ValueError as error:
+        raise CheckpointError(f"{part.key}: {error}{_ADVICE}") from error
 
 
 def _regroup(rows: torch.Tensor, part: Part) -> torch.Tensor:
@@ -185,10 +201,13 @@ def _zeros_and_scales(
 def _check_exponents(key: str, scales: torch.Tensor) -> None:
     """Raise CheckpointError for scales that tiles of e2m1 codes cannot hold."""
     if bool((scales > 2.0 ** E2M1_EXPONENTS[1]).any()):
-        raise CheckpointError(
-            f"{key} holds a scale above 2, so its codes cannot stay in GPU memory; serve the checkpoint with "
-            "--weights bfloat16"
-        )
+        raise CheckpointError(f"{key} holds a scale above 2{_ADVICE}")
+
+
+def _check_bf16(key: str, scales: torch.Tensor) -> None:
+    """Raise CheckpointError for scales that tiles of e4m3 codes with bf16 scales cannot hold."""
+    if not bool(((scales.bfloat16() == scales) & (scales.abs() < E4M3_SCALES_END)).all()):
+        raise CheckpointError(f"{key} holds a scale that is no bfloat16 value below {E4M3_SCALES_END:.0f}{_ADVICE}")
 
 
 def _check_scales(key: str, scales: torch.Tensor) -> None:

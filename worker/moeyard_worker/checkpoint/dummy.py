@@ -17,6 +17,7 @@ import torch
 
 from moeyard_kernels.backend import Backend
 from moeyard_kernels.types.matrix import ExpertViews, Matrix, tile_
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.checkpoint.quantizing import quantize
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.spec import ModelSpec
@@ -41,6 +42,8 @@ class DummyWeights:
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._spec, self._backend, self._dtype, self._progress = spec, backend, dtype, progress
+        weights = spec.config.weights
+        self._exponents = isinstance(weights, QuantizedFormat) and weights.scales == "ue8m0"
         self._residual_scale = _SCALE / math.sqrt(2 * spec.config.num_layers)
 
     def load(self, weight: Weight) -> Any:
@@ -68,7 +71,7 @@ class DummyWeights:
         found, form = Matrix.plain(out), self._spec.form(weight, str(self._dtype).removeprefix("torch."))
         if form.tiled:
             found = Matrix.empty(form, weight.rows, weight.columns, self._backend.device)
-            tile_(found, quantize(out, form))
+            tile_(found, quantize(out, form, exponents=self._exponents))
         if self._progress is not None:
             self._progress(sum(array.nbytes for array in found.arrays))
         return self._backend.matrix(found) if weight.matrix else out
@@ -88,7 +91,7 @@ class DummyWeights:
         matrices = ((out.gate, gate, width), (out.up, up, width), (out.down, down, hidden))
         for target, values, rows in matrices:
             if target.form.tiled:
-                tile_(target, quantize(values.view(rows, -1), target.form))
+                tile_(target, quantize(values.view(rows, -1), target.form, exponents=self._exponents))
             else:
                 target.data.copy_(values.view(rows, -1))
 

@@ -11,8 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from moeyard_worker.checkpoint.formats.choose import check_settings_files, choose_format, quantisations
+from moeyard_worker.checkpoint.formats.fp8 import stored_scales
 from moeyard_worker.checkpoint.formats.gguf import GgufFormat, SplitKvScheme
-from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, Scales
+from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import DTYPE_BYTES
 from moeyard_worker.config.fields import MAX_LAYERS, MAX_VOCAB, Fields, read_json, shown
@@ -133,14 +135,17 @@ def gguf_format(model: ModelConfig) -> GgufFormat:
     return GgufFormat()
 
 
-def with_codes(model: ModelConfig, *, dense: bool = False) -> ModelConfig:
+def with_codes(model: ModelConfig, directory: Path | str | None, *, dense: bool = False) -> ModelConfig:
     """Return the model whose experts keep their codes in memory, or itself if these differ or no product reads them.
 
-    dense: other matrices keep their codes, too, as far as products read them.
+    directory: the checkpoint, whose headers show the scales of e4m3 codes; None for random weights. dense: other
+    matrices keep their codes, too, as far as products read them.
     """
     weights, family = model.weights, FAMILIES[model.family]
     if not isinstance(weights, QuantizedFormat):
         return model
+    if weights.scales is None:
+        weights = replace(weights, scales="float32" if directory is None else _read_scales(directory))
     experts = []
     # Only the stored tensors show which names apply, so all of them must promise the same.
     for names in (family.names, *family.other_names):
@@ -150,6 +155,15 @@ def with_codes(model: ModelConfig, *, dense: bool = False) -> ModelConfig:
             experts.append((gate, up, down))
     sizes = {"hidden": model.hidden_size, "intermediate": model.moe_intermediate_size}
     return replace(model, weights=weights.with_codes(experts, dense=dense, **sizes))
+
+
+def _read_scales(directory: Path | str) -> Scales:
+    try:
+        entries = open_index(directory).entries
+    except CheckpointError:
+        # The weights are not downloaded yet, or `check_weights` reports the error.
+        return "float32"
+    return stored_scales({key: entry.dtype for key, entry in entries.items()})
 
 
 def _with_defaults(config: Fields, stop: Fields, defaults: dict[str, Any]) -> Fields:

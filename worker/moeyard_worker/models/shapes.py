@@ -6,10 +6,12 @@ is the bundled model (deploy/demo).
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.models.families import load_model_config, parse_model_config, with_codes
@@ -28,6 +30,8 @@ _IGNORED = (
     r"re:.*layers\.[0-9]*\.mlp\.[a-z_]*$",
 )
 WRITTEN = ("fp8", "int4-g32", "int4-g128")
+# Shapes whose fp8 checkpoints store bf16 scales. config.json does not say so.
+_BF16_SCALES = ("Qwen", "moeyard-demo")
 # fp4 has no writer: other software reads it of one model only.
 QUANTIZATIONS = (*WRITTEN, "fp4")
 
@@ -67,14 +71,21 @@ def shape_config(name: str, num_layers: int | None = None, quantization: str | N
             read = len(config["dspark_target_layer_ids"])
             config["dspark_target_layer_ids"] = list(range(max(0, num_layers - read), num_layers))
     if quantization is not None:
-        config |= {"quantization_config": quantization_config(quantization), "dtype": "bfloat16"}
+        settings = quantization_config(quantization)
+        if quantization == "fp8" and config["model_type"] == "deepseek_v4":
+            settings["scale_fmt"] = "ue8m0"
+        config |= {"quantization_config": settings, "dtype": "bfloat16"}
     return config
 
 
 def shape_model(name: str, num_layers: int | None = None, quantization: str | None = None) -> ModelConfig:
     """Return the model of a named architecture. Raises ValueError for another name or too many layers."""
     source = name if num_layers is None else f"{num_layers} layers of {name}"
-    return parse_model_config(Fields(source, shape_config(name, num_layers, quantization)), Fields(source, {}))
+    model = parse_model_config(Fields(source, shape_config(name, num_layers, quantization)), Fields(source, {}))
+    if quantization == "fp8" and name.startswith(_BF16_SCALES):
+        assert isinstance(model.weights, QuantizedFormat)
+        return replace(model, weights=replace(model.weights, scales="bfloat16"))
+    return model
 
 
 def _check_slots(config: EngineConfig, model: ModelConfig) -> None:
@@ -118,4 +129,4 @@ def served_model(config: EngineConfig) -> ModelConfig:
         except ValueError as error:
             raise ValueError(f"--speculate {config.speculate}: {config.model_path or config.shape}: {error}") from None
     keeps = config.device != "cpu" and config.weights != "bfloat16" and model.served_dtype(config.dtype) == "bfloat16"
-    return with_codes(model, dense=config.weights == "codes") if keeps else model
+    return with_codes(model, config.model_path, dense=config.weights == "codes") if keeps else model

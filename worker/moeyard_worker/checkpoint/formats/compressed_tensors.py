@@ -117,6 +117,7 @@ def parse_compressed_tensors(settings: Fields, dtype: str) -> CompressedTensorsF
         markers=(".weight_packed", ".weight_scale"),
         ignored=module_names(settings, "ignore"),
         groups=groups,
+        scales=None if any(isinstance(each.scheme, Fp8Scheme) for each in groups) else "float32",
     )
 
 

@@ -2,7 +2,8 @@
 
 DeepSeek-V3, Kimi-K2 and the "-FP8" releases of Qwen have blocks of 128 x 128 and the method "fp8". Their scales are
 called `weight_scale_inv`, but multiply. The last block of rows or columns may be partial. DeepSeek-V4 calls them
-`scale`, and the experts of its releases have e2m1 codes of 4 bits.
+`scale`, and the experts of its releases have e2m1 codes of 4 bits. DeepSeek-V3 has fp32 scales, and Qwen
+has bf16 scales. From DeepSeek-V3.1 on they are powers of two ("ue8m0"), stored as F32 or F8_E8M0.
 """
 
 from collections.abc import Container, Mapping
@@ -11,11 +12,14 @@ from dataclasses import dataclass, replace
 from moeyard_kernels.types.weight_form import WeightForm, blocks, fp4_tiles, fp8_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names
-from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme, Scales
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.layers.weights import Part
 
-_SCALES = ("F32", "BF16", "F16", "F8_E8M0")
+# Dtypes of stored scales. The first is the one that `converting.py` writes.
+_SCALES = ("BF16", "F32", "F16", "F8_E8M0")
+# Those whose values are bf16 values.
+_BF16_SCALES = frozenset({"BF16", "F8_E8M0"})
 # The key of scales in DeepSeek-V4's releases, in place of ".weight".
 SCALE = ".scale"
 # Columns of an expert of DeepSeek-V4 that share a scale.
@@ -113,6 +117,16 @@ class Fp8Format(QuantizedFormat):
         return scheme
 
 
+def stored_scales(dtypes: Mapping[str, str]) -> Scales:
+    """Return the kind of the scales of all e4m3 codes. `dtypes` are the safetensors dtypes of all tensors by key."""
+    found = set()
+    for key, dtype in dtypes.items():
+        if dtype == "F8_E4M3":
+            names = (f"{key}_scale_inv", f"{key}_scale", key.removesuffix(".weight") + SCALE)
+            found.add(next((dtypes[name] for name in names if name in dtypes), None))
+    return "bfloat16" if found and found <= _BF16_SCALES else "float32"
+
+
 def block_size(settings: Fields, key: str) -> tuple[int, int]:
     """Read the rows and columns of a block. Raises CheckpointError for anything but two positive sizes."""
     size = settings.integers(key)
@@ -125,7 +139,7 @@ def parse_fp8(settings: Fields, dtype: str) -> Fp8Format:
     """Read the settings of the method "fp8". Raises CheckpointError for a variant that is not supported."""
     settings.require("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     settings.require("activation_scheme", ("dynamic", "static"), "dynamic")
-    settings.require("scale_fmt", ("ue8m0", "float"), "float")
+    exponents = settings.require("scale_fmt", ("ue8m0", "float"), "float") == "ue8m0"
     experts = settings.require("expert_dtype", ("fp8", "fp4"), "fp8")
     excluded = module_names(settings, "modules_to_not_convert")
     if settings.values.get("weight_block_size") is None:
@@ -133,4 +147,11 @@ def parse_fp8(settings: Fields, dtype: str) -> Fp8Format:
     else:
         one = Fp8Scheme(*block_size(settings, "weight_block_size"), "_scale_inv")
     markers = ("_scale_inv", ".weight_scale_inv", ".weight_scale", SCALE)
-    return Fp8Format(file=settings.file, markers=markers, excluded=excluded, one=one, fp4=experts == "fp4")
+    return Fp8Format(
+        file=settings.file,
+        markers=markers,
+        excluded=excluded,
+        one=one,
+        fp4=experts == "fp4",
+        scales="ue8m0" if exponents else None,
+    )

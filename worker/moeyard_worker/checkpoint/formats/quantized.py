@@ -7,8 +7,8 @@ two have served garbage (vLLM issues 31872 and 40252, SGLang issue 38443). So bo
 import re
 from abc import abstractmethod
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol, Self
 
 from moeyard_kernels.types.weight_form import ExpertForm, WeightForm, fp8_tiles, plain_expert, plain_form
 from moeyard_worker.checkpoint.formats.format import Scheme
@@ -27,6 +27,8 @@ _PROJECTIONS = re.compile(
 )
 # Modules that no kernel serves from codes: the router's gates and the embedding.
 _NEVER = re.compile(r"(?:.*\.)?(?:gate|shared_expert_gate|embed_tokens)")
+# Scales of e4m3 codes: any fp32 values, bf16 values, or powers of two.
+Scales = Literal["float32", "bfloat16", "ue8m0"]
 # Modules that become bfloat16: the output head, whose product has few rows and many columns.
 _NO_CODES = re.compile(r"(?:^|\.)(?:lm_head|head)\.weight$")
 _KV_SCALES = (".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point", ".q_scale")
@@ -57,12 +59,15 @@ class QuantizedFormat:
     markers: suffixes of the keys that show a quantised matrix, if they replace ".weight" or follow the whole key.
     experts: the schemes of gate and up, and of down, if all experts keep their codes in memory.
     dense: whether other matrices of fp8 codes keep them too, if only `Backend.linear` reads them.
+    scales: those of e4m3 codes, None if only the stored tensors show it. They are no part of the settings, so formats
+        that differ in them alone are equal.
     """
 
     file: str
     markers: tuple[str, ...]
     experts: "tuple[QuantizedScheme, QuantizedScheme] | None" = None
     dense: bool = False
+    scales: Scales | None = field(default="float32", compare=False)
 
     @abstractmethod
     def promised(self, module: str) -> QuantizedScheme | None:
@@ -94,19 +99,28 @@ class QuantizedFormat:
             return None
         if part.regroup is not None or sum(each.shape[0] for each in weight.parts) < weight.rows:
             return None
-        form = scheme.tiles(weight.columns)
+        form = self._tiles(scheme, weight.columns)
         if form is None or form.name != "fp8":
             return None
-        rows, columns = form.parts[1].rows, form.parts[1].columns
-        if rows is None:
-            return fp8_tiles(1, None) if columns is None else None
-        return None if part.row % rows else form
+        scales = form.parts[1]
+        if scales.rows is None:
+            return fp8_tiles(1, None, scales=scales.dtype) if scales.columns is None else None
+        return None if part.row % scales.rows else form
+
+    def _tiles(self, scheme: QuantizedScheme, columns: int) -> WeightForm | None:
+        """Return the tiled form of matrices with `columns` columns, with the scales of this checkpoint, or None."""
+        form = scheme.tiles(columns)
+        if form is None or form.name != "fp8" or self.scales in ("float32", None):
+            return form
+        return fp8_tiles(form.parts[1].rows, form.parts[1].columns, scales="bfloat16")
 
     def expert_form(self, *, hidden: int, intermediate: int, dtype: str) -> ExpertForm:
         plain = plain_expert(hidden=hidden, intermediate=intermediate, dtype=dtype)
         if self.experts is None or dtype != "bfloat16":
             return plain
-        gate_up, down = self.experts[0].tiles(hidden), self.experts[1].tiles(intermediate)
+        gate_up, down = (
+            self._tiles(scheme, columns) for scheme, columns in zip(self.experts, (hidden, intermediate), strict=True)
+        )
         assert gate_up is not None, "with_codes has checked it"
         assert down is not None, "with_codes has checked it"
         return ExpertForm(hidden=hidden, intermediate=intermediate, gate_up=gate_up, down=down)

@@ -61,18 +61,23 @@ class PeerFetch:
         Raises ExchangeError if a rank that has to share cannot.
         """
         own = self._offer
-        payload = msgpack.packb((own.misses, None if own.memory is None else astuple(own.memory)))
+        sizes = (own.shape.up_bytes, own.shape.down_bytes)
+        payload = msgpack.packb((own.misses, None if own.memory is None else astuple(own.memory), sizes))
         offers = [msgpack.unpackb(each) for each in mesh.gather(payload)]
-        if not any(misses for misses, _ in offers):
+        if not any(misses for misses, *_ in offers):
             return
-        failed = [rank for rank, (_, memory) in enumerate(offers) if memory is None]
+        failed = [rank for rank, (_, memory, _) in enumerate(offers) if memory is None]
         why = "all experts have slots there"
         if any(offers[rank][0] for rank in failed):
             why = "CUDA cannot pin memory there that others may map"
         if not failed:
+            # A rank that begins after files have changed may hold the scales of fp8 codes in another dtype.
+            failed = [rank for rank, (*_, sizes) in enumerate(offers) if sizes != offers[0][2]]
+            why = "experts take other bytes there"
+        if not failed:
             # Fields were sent in their order.
             names = LentMemory.__dataclass_fields__
-            memories = [LentMemory(**dict(zip(names, each, strict=True))) for _, each in offers]
+            memories = [LentMemory(**dict(zip(names, each, strict=True))) for _, each, _ in offers]
             own_error = self._borrow(mesh.rank, memories)
             errors = [each.decode() for each in mesh.gather(own_error.encode())]
             failed = [rank for rank, error in enumerate(errors) if error]
