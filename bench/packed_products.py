@@ -49,6 +49,7 @@ _DENSE = (
     ("V3 shared gate_up", 4096, 7168),
     ("V3 shared down", 7168, 2048),
     ("V4-Flash q_kv_a", 1536, 4096),
+    ("V4-Flash q_b", 32768, 1024),
     ("V4-Flash o_b", 4096, 8192),
 )
 # name, form, experts, experts per token, hidden size, inner size, numbers of tokens

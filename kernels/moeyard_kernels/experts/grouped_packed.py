@@ -73,13 +73,13 @@ def default_config(form: WeightForm, *, dim: int, rows: int, gated: bool) -> Pac
 # Rows of a block, columns of gate_up, or of down: outputs, tiles and stages, and 8 warps if they are named.
 _FASTEST: Mapping[tuple[str, int, bool], tuple[int, ...]] = MappingProxyType(
     {
-        **{("fp8", 1, True): (64, 2, 4), ("fp8", 1, False): (64, 2, 4)},
-        **{("fp8", 8, True): (64, 2, 3), ("fp8", 8, False): (64, 2, 4)},
-        **{("fp8", 16, True): (64, 2, 4), ("fp8", 16, False): (128, 2, 2)},
+        **{("fp8", 1, True): (64, 2, 4), ("fp8", 1, False): (64, 4, 3)},
+        **{("fp8", 8, True): (64, 2, 2), ("fp8", 8, False): (64, 2, 4)},
+        **{("fp8", 16, True): (64, 2, 2), ("fp8", 16, False): (128, 2, 2)},
         **{("fp8", 64, True): (128, 1, 3, 8), ("fp8", 64, False): (128, 1, 3)},
-        **{("int4", 1, True): (64, 1, 3), ("int4", 1, False): (64, 1, 4)},
-        **{("int4", 8, True): (64, 1, 2), ("int4", 8, False): (128, 2, 2)},
-        **{("fp4", 1, True): (64, 2, 2), ("fp4", 1, False): (64, 4, 2)},
+        **{("int4", 1, True): (32, 2, 4), ("int4", 1, False): (64, 4, 2)},
+        **{("int4", 8, True): (64, 1, 4), ("int4", 8, False): (64, 4, 2)},
+        **{("fp4", 1, True): (64, 2, 4), ("fp4", 1, False): (64, 4, 2)},
         **{("fp4", 8, True): (64, 2, 2), ("fp4", 8, False): (128, 1, 3)},
         **{(codes, 16, True): (64, 2, 2) for codes in ("int4", "fp4")},
         **{(codes, 16, False): (128, 2, 2) for codes in ("int4", "fp4")},
