@@ -57,6 +57,8 @@ def test_experts(name: str, hidden: int, inner: int) -> None:
         x = torch.randn(num_tokens, hidden, device=DEVICE).bfloat16()
         ids = torch.stack([torch.randperm(slots, device=DEVICE)[:top_k] for _ in range(num_tokens)])
         ids[num_tokens // 2, 1] = -1
+        # A table by token ids may name an expert twice.
+        ids[num_tokens // 2, 2] = ids[num_tokens // 2, 3]
         layouts = [
             ops.expert_layout(ids, slot_of, num_slots=slots, block_rows=rows)
             for rows in ((16, 32, 64, 128) if num_tokens > 3 else (16,))

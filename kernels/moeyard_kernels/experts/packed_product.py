@@ -240,18 +240,23 @@ def rows_of(s_x):
 def _pairs_of_expert(
     p_ids, i_p, P, BP: gl.constexpr, BM: gl.constexpr, TOP: gl.constexpr, NW: gl.constexpr, L_M: gl.constexpr
 ):
-    """Return whether pair i_p of P is the first of its expert, and each token's pair [BM] of this expert or -1.
+    """Return whether pair i_p of P begins a block, and the pair [BM] of each token in it or -1.
 
-    The experts of a token differ.
+    The first pair of an expert does, with the first pair of each token. So does a repeated expert of a token, which
+    only tables by token ids can name, with itself.
     """
     L_Q: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [NW, 1], [1, 0])
     o_q, o_r = gl.arange(0, BP, gl.SliceLayout(0, L_Q)), gl.arange(0, BM, gl.SliceLayout(1, L_Q))
     b_q = gl.load(p_ids + o_q, mask=o_q < P, other=-1).to(gl.int32)
     m_q = b_q == gl.load(p_ids + i_p).to(gl.int32)
-    num_before = gl.sum((m_q & (o_q < i_p)).to(gl.int32), 0)
+    m_before = m_q & (o_q < i_p)
+    repeats = gl.sum((m_before & (o_q // TOP == i_p // TOP)).to(gl.int32), 0) > 0
+    begins = repeats | (gl.sum(m_before.to(gl.int32), 0) == 0)
     m_row = m_q[None, :] & ((o_q // TOP)[None, :] == o_r[:, None])
-    b_pair = gl.sum(gl.where(m_row, (o_q + 1)[None, :], 0), 1) - 1
-    return num_before == 0, gl.convert_layout(b_pair, L_M)
+    b_left = gl.max(gl.where(m_row, (BP - o_q)[None, :], 0), 1)
+    b_pair = gl.where(b_left > 0, BP - b_left, -1)
+    b_pair = gl.where(repeats, gl.where(o_r == i_p // TOP, i_p, -1), b_pair)
+    return begins, gl.convert_layout(b_pair, L_M)
 
 
 # A plan's entries begin after those of its earlier parts, at any alignment.
