@@ -295,6 +295,8 @@ def test_doctor_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
         port = str(taken.getsockname()[1])
         assert main(["doctor", "--port", port, "--json"]) == 1
         result = json.loads(capsys.readouterr().out)
+        (model,) = [each for each in result["findings"] if each["subject"] == "model"]
+        assert "not checked" in model["text"]
         assert [each["level"] for each in result["findings"] if each["subject"] == "port"] == ["problem"]
         assert main(["doctor", "/no/such/checkpoint", "--port", port]) == 1
     lines = capsys.readouterr().out.splitlines()

@@ -103,6 +103,8 @@ def examine(args: argparse.Namespace) -> Iterator[Verdict]:
     yield from check_torch(args.device, args.workers if args.ray_address is None else 1)
     if args.model is not None or args.load_format == "dummy":
         yield from check_model(args)
+    else:
+        yield Verdict(OK, "model", "none is named, so flags and files of a model are not checked")
 
 
 def check_software() -> Iterator[Verdict]:
