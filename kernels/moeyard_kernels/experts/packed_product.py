@@ -166,14 +166,15 @@ def _expect(s_w, s_x, e_w, e_x, more, GATHER: gl.constexpr):
 
 @gluon.jit
 def _multiply_step(
-    b_acc, i_s, phase, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a, s_a, s_o, i_slot, i_n, i_row,
+    b_acc, i_s, phase, i_zero, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a, s_a, s_o, i_slot, i_n, i_row,
     B: gl.constexpr, NUM: gl.constexpr, GATHER: gl.constexpr, CODES: gl.constexpr, STAGES: gl.constexpr,
     SK: gl.constexpr, ZEROS: gl.constexpr, L_A: gl.constexpr, L_C: gl.constexpr,
 ):  # fmt: skip
     """Add the products of step i_s, which is in buffer B, and refill the buffer of the step before.
 
     Every buffer is an allocation of its own. For views of one allocation the compiler would fence its copies from the
-    products, and wait for rows that a later step needs.
+    products, and wait for rows that a later step needs. i_zero is 0, which the compiler does not know. So it computes
+    the addresses of rows where they are used. Kept for all buffers, they would exceed the uniform registers.
     """
     CH: gl.constexpr = s_w[0].shape[0]
     R: gl.constexpr = s_w[0].shape[1]
@@ -210,7 +211,7 @@ def _multiply_step(
                 if ZEROS:
                     b_zero, _ = gl.broadcast(gl.expand_dims(s_z.index(i_scale).load(L_R), 1), b_tile)
             b_w = decode(b_code, b_zero, b_scale, n, CODES)
-            b_acc = warpgroup_mma(b_w, s_x[B].index(u * PER + n).permute((1, 0)), b_acc, is_async=True)
+            b_acc = warpgroup_mma(b_w, s_x[B].index(u * PER + n + i_zero).permute((1, 0)), b_acc, is_async=True)
             # Codes are decoded while the last product runs.
             b_acc = warpgroup_mma_wait(num_outstanding=1, deps=(b_acc,))
             if u + n == 0 and not EARLY:
@@ -379,13 +380,13 @@ def packed_product_kernel(
         for i_o in range(NUM // STAGES):
             for i in gl.static_range(STAGES):
                 b_acc = _multiply_step(
-                    b_acc, i_o * STAGES + i, i_o & 1, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a, s_a, s_o, i_slot,
-                    i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
+                    b_acc, i_o * STAGES + i, i_o & 1, (i_o + P) >> 30, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a,
+                    s_a, s_o, i_slot, i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
                 )  # fmt: skip
         for i in gl.static_range(NUM % STAGES):
             b_acc = _multiply_step(
-                b_acc, NUM // STAGES * STAGES + i, NUM // STAGES % 2, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a,
-                s_a, s_o, i_slot, i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
+                b_acc, NUM // STAGES * STAGES + i, NUM // STAGES % 2, P >> 30, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x,
+                p_a, s_a, s_o, i_slot, i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
             )  # fmt: skip
         b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
         if GATHER:
