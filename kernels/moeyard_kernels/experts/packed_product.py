@@ -301,10 +301,10 @@ def packed_product_kernel(
     # Triton 3.6 has no unpacking of tuples.
     s_w, s_x, e_w, e_x = (), (), (), ()
     for _ in gl.static_range(STAGES):
-        s_w = s_w + (gl.allocate_shared_memory(gl.int16, [CH, R, _TILE], L_X),)  # noqa: RUF005
-        s_x = s_x + (gl.allocate_shared_memory(DT, [SLICES, BM, _TILE], L_X),)  # noqa: RUF005
-        e_w = e_w + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # noqa: RUF005
-        e_x = e_x + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # noqa: RUF005
+        s_w = s_w + (gl.allocate_shared_memory(gl.int16, [CH, R, _TILE], L_X),)  # type: ignore[assignment]  # noqa: RUF005
+        s_x = s_x + (gl.allocate_shared_memory(DT, [SLICES, BM, _TILE], L_X),)  # type: ignore[assignment]  # noqa: RUF005
+        e_w = e_w + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # type: ignore[assignment]  # noqa: RUF005
+        e_x = e_x + (gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),)  # type: ignore[assignment]  # noqa: RUF005
     s_s = gl.allocate_shared_memory(ST, [KS, R], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     s_z = s_s
     if ZEROS:
