@@ -37,7 +37,7 @@ def random_stack(form: WeightForm, count: int, *, matrices: int, rows: int, colu
         if part.name == "codes":
             array = torch.randint(-32768, 32768, shape, dtype=torch.int16, device="cuda")
             if form.name == "fp8" and form.parts[1].dtype == "bfloat16":
-                # Codes of which all bits but the sign are set would be NaN.
+                # A code is NaN if all its bits but the sign are set. The masks have these bits of both slices.
                 for mask in (0x07F0, 0x700F):
                     array = torch.where(array & mask == mask, array & ~0x0010 & ~0x0001, array)
             elif form.name == "fp8":

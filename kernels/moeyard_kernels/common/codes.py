@@ -3,12 +3,12 @@
 Each text works on the pair of words in $1 and gives a pair of bf16 values in $0. The other operands are fp32 or pairs.
 
 - int4: a code becomes part of the mantissa of 128, which gives 128 + code. Subtracting 128 + zero in $2 is exact. Then
-  the product with a bf16 scale in $3 is rounded once. fp32 scales are in $3 and $4.
+  the product with a bf16 scale in $3 is rounded once. Scales in fp32 are in $3 and $4.
 - fp4: the sign and the 3 other bits of an e2m1 code move to the sign, the lowest bits of the exponent and the highest
   bit of the mantissa. That is the value times 2^-126, often a subnormal number, which these instructions support. Its
   product with 2^126 times the scale in $2 is exact.
-- fp8 with bf16 scales: the same for e4m3 codes, whose 7 other bits give the value times 2^-120. The product with 2^120
-  times the scale in $2 is rounded once, as the fp32 product of a code and a bf16 scale is exact.
+- fp8 with bf16 scales: the same for e4m3 codes. Their 7 other bits give the value times 2^-120, and $2 has 2^120 times
+  the scale. The product is rounded once. `dequantize` rounds twice, but its fp32 product is exact.
 - fp8 with fp32 scales: one instruction makes two fp16 values of two codes, exactly. Their products with the scales in
   $2 and $3 are rounded to fp32, then to bf16.
 

@@ -28,13 +28,6 @@ from moeyard_kernels.types.peer_window import PeerWindow
 from moeyard_kernels.types.weight_form import WeightForm
 
 OP = "grouped_gemm_packed"
-CONFIGS = tuple(
-    PackedConfig(BN=columns, tiles=tiles, num_stages=stages, num_warps=warps)
-    for columns, tiles, stages, warps in (
-        *((32, 4, 2, 4), (64, 2, 2, 4), (64, 2, 4, 4), (64, 1, 2, 4), (128, 4, 3, 4), (128, 1, 2, 4), (128, 2, 2, 4)),
-        *((128, 2, 2, 8), (256, 2, 2, 8)),
-    )
-)
 
 
 def block_rows(layout: ExpertLayout | ExpertPairs) -> int:
@@ -70,31 +63,38 @@ def default_config(form: WeightForm, *, dim: int, rows: int, gated: bool) -> Pac
     return found
 
 
-# Rows of a block, columns of gate_up, or of down: outputs, tiles and stages, and 8 warps if they are named.
-_FASTEST: Mapping[tuple[str, int, bool], tuple[int, ...]] = MappingProxyType(
+# By codes and by rows of a block, from so many on: outputs, tiles, stages and warps of gate_up, and of down.
+_FASTEST: Mapping[str, Mapping[int, tuple[tuple[int, int, int, int], ...]]] = MappingProxyType(
     {
-        **{("fp8", 1, True): (64, 2, 4), ("fp8", 1, False): (64, 4, 3)},
-        **{("fp8", 8, True): (64, 2, 2), ("fp8", 8, False): (64, 2, 4)},
-        **{("fp8", 16, True): (64, 2, 2), ("fp8", 16, False): (128, 2, 2)},
-        **{("fp8", 64, True): (128, 1, 3, 8), ("fp8", 64, False): (128, 1, 3)},
-        **{("int4", 1, True): (32, 2, 4), ("int4", 1, False): (64, 4, 2)},
-        **{("int4", 8, True): (64, 1, 4), ("int4", 8, False): (64, 4, 2)},
-        **{("fp4", 1, True): (64, 2, 4), ("fp4", 1, False): (64, 4, 2)},
-        **{("fp4", 8, True): (64, 2, 2), ("fp4", 8, False): (128, 1, 3)},
-        **{(codes, 16, True): (64, 2, 2) for codes in ("int4", "fp4")},
-        **{(codes, 16, False): (128, 2, 2) for codes in ("int4", "fp4")},
-        **{(codes, 64, True): (128, 1, 2, 8) for codes in ("int4", "fp4")},
-        **{(codes, 64, False): (128, 1, 2) for codes in ("int4", "fp4")},
+        "fp8": {
+            1: ((64, 2, 4, 4), (64, 4, 3, 4)),
+            8: ((64, 2, 2, 4), (64, 2, 4, 4)),
+            16: ((64, 2, 2, 4), (128, 2, 2, 4)),
+            64: ((128, 1, 3, 8), (128, 1, 3, 4)),
+        },
+        "int4": {
+            1: ((32, 2, 4, 4), (64, 4, 2, 4)),
+            8: ((64, 1, 4, 4), (64, 4, 2, 4)),
+            16: ((64, 2, 2, 4), (128, 2, 2, 4)),
+            64: ((128, 1, 2, 8), (128, 1, 2, 4)),
+        },
+        "fp4": {
+            1: ((64, 2, 4, 4), (64, 4, 2, 4)),
+            8: ((64, 2, 2, 4), (128, 1, 3, 4)),
+            16: ((64, 2, 2, 4), (128, 2, 2, 4)),
+            64: ((128, 1, 2, 8), (128, 1, 2, 4)),
+        },
     }
 )
 
 
 def _fastest(codes: str, rows: int, gated: bool, tiles: int) -> PackedConfig:
-    known = max(each for each in (1, 8, 16, 64) if each <= rows)
-    columns, copied, stages, *warps = _FASTEST[codes, known, gated]
+    by_rows = _FASTEST[codes]
+    gate_up, down = by_rows[max(each for each in by_rows if each <= rows)]
+    columns, copied, stages, warps = gate_up if gated else down
     while tiles % copied:
         copied //= 2
-    return PackedConfig(BN=columns, tiles=copied, num_stages=stages, num_warps=warps[0] if warps else 4)
+    return PackedConfig(BN=columns, tiles=copied, num_stages=stages, num_warps=warps)
 
 
 def _launch(

@@ -2,13 +2,13 @@
 
 The left operand is weights. A warp loads words of codes into the registers where the tensor cores expect them, makes
 bf16 values of them there, and multiplies. No value passes through shared memory. The right operand is BM rows, in
-shared memory. Words, and the rows of the second product, come by bulk copies. Tokens' rows are gathered by copies of 16
+shared memory. Words come by bulk copies, and so do most rows. Those of tokens in a layout are gathered in pieces of 16
 bytes. Buffers are filled in turn. K ascends in one fp32 accumulator per output, so neither tiles nor other rows change
 a bit.
 
-Measured with Qwen3-30B-A3B's experts (H200, Triton 3.6, 2026-11-30), as shares of the bandwidth of a copy: 1, 8 and 64
-tokens read fp8 codes at 53, 90 and 96 %, and int4 codes at 34, 68 and 76 %. A first version in plain Triton passed
-values through shared memory. It reached 40, 73 and 78 %, and 24, 50 and 57 %.
+docs/benchmarks.md has the times. For 1, 8 and 64 tokens, Qwen3-30B-A3B's experts read fp8 codes at 53, 90 and 96 % of a
+copy's bandwidth (H200, Triton 3.6, 2026-11-30). A first version in plain Triton passed values through shared memory,
+and reached 40, 73 and 78 %.
 """
 
 from dataclasses import dataclass
@@ -149,11 +149,11 @@ def _refill(
 ):  # fmt: skip
     """Copy words and rows of step i_s behind a barrier of all warps. The copies' own barriers already expect them."""
     SLICES: gl.constexpr = s_x.shape[0]
-    load_block(d_w, [i_slot, i_s * s_w.shape[0], 0, i_n, 0], e_w, words_of(s_w, d_w), pred=i_s < NUM)
+    load_block(d_w, [i_slot, i_s * s_w.shape[0], 0, i_n, 0], e_w, _words_of(s_w, d_w), pred=i_s < NUM)
     if GATHER:
-        _gather_rows(p_a, s_a, s_o, rows_of(s_x), i_s * (SLICES * _TILE), i_s < NUM, L_C)
+        _gather_rows(p_a, s_a, s_o, _rows_of(s_x), i_s * (SLICES * _TILE), i_s < NUM, L_C)
     else:
-        load_block(d_a, [i_s * SLICES, i_row, 0], e_x, rows_of(s_x), pred=i_s < NUM)
+        load_block(d_a, [i_s * SLICES, i_row, 0], e_x, _rows_of(s_x), pred=i_s < NUM)
 
 
 @gluon.jit
@@ -226,13 +226,13 @@ def _multiply_step(
 
 
 @gluon.jit
-def words_of(s_w, d_w):
+def _words_of(s_w, d_w):
     """Return a buffer [CH, R, 32] as the block of words that a copy writes."""
     return reinterpret(s_w, gl.int16, d_w.block_type.shape, d_w.layout)
 
 
 @gluon.jit
-def rows_of(s_x):
+def _rows_of(s_x):
     """Return a buffer [S, BM, 32] as the block of rows that a copy writes."""
     return reinterpret(s_x, gl.bfloat16, s_x.shape, gl.NVMMASharedLayout(64, 16, 3))
 
@@ -272,14 +272,15 @@ def packed_product_kernel(
     LIMIT: gl.constexpr, E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
     CHOSEN: gl.constexpr, BC: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr,
 ):  # fmt: skip
-    """Compute one block of BM rows by BN outputs. GATED: of tokens' rows, and store h = silu_mul of gates and ups.
+    """Compute one block of BM rows by BN outputs. Grid: (blocks * ceil(N / BN),).
 
-    d_w: words [S, tiles, G, N, 32] in blocks [1, CH, G, BN, 32]. p_s and p_z: scales and zero points
-    [S, K / SK, G, N / SR]. Slots of them are s_scale and s_zero apart, and KS covers K / SK. Row r of block b is row
-    BM * b + r of h. Without a layout an expert has one block, whose row r is that of token r. d_a: rows as
-    [K / 32, rows, 32] in blocks [CH * slices, BM, 32]; with a layout, those of tokens are p_a, s_a apart. E > 0: one
-    token still has to choose CHOSEN of E experts, and the second product writes ids to p_pairs and weights. Grid:
-    (blocks * ceil(N / BN),).
+    - GATED: the first product, of tokens' rows. It stores h = silu_mul of gates and ups. Row r of block b is row
+      BM * b + r of h. Without a layout an expert has one block, and its row r belongs to token r.
+    - d_w: words [S, tiles, G, N, 32] in blocks [1, CH, G, BN, 32].
+    - p_s, p_z: scales and zero points [S, K / SK, G, N / SR]. Slots are s_scale and s_zero apart. KS covers K / SK.
+    - d_a: rows as [K / 32, rows, 32] in blocks [CH * slices, BM, 32]. The first product with a layout reads p_a
+      instead, whose rows are s_a apart.
+    - E > 0: one token still has to choose CHOSEN of E experts. The second product writes ids to p_pairs, and weights.
     """
     G: gl.constexpr = 2 if GATED else 1
     R: gl.constexpr = G * BN
@@ -353,7 +354,7 @@ def packed_product_kernel(
         for i in gl.static_range(STAGES - 1):
             # A copy past the end would have no reader, and could still write when the program has ended.
             _expect(s_w[i], s_x[i], e_w[i], e_x[i], i < NUM, GATHER)
-            load_block(d_w, [i_slot, i * CH, 0, i_n, 0], e_w[i], words_of(s_w[i], d_w), pred=i < NUM)
+            load_block(d_w, [i_slot, i * CH, 0, i_n, 0], e_w[i], _words_of(s_w[i], d_w), pred=i < NUM)
         o_r = gl.arange(0, R, gl.SliceLayout(0, L_S))
         o_g = gl.arange(0, KS, gl.SliceLayout(1, L_S))
         o_s = o_g[:, None] * (G * NB) + (o_r // BN * NB + gl.minimum(i_n + o_r % BN, N - 1) // SR)[None, :]
@@ -373,9 +374,9 @@ def packed_product_kernel(
             s_o.store(gl.where(b_pair >= 0, b_pair // SOURCE_K, -1))
         for i in gl.static_range(STAGES - 1):
             if GATHER:
-                _gather_rows(p_a, s_a, s_o, rows_of(s_x[i]), i * SLICES * _TILE, i < NUM, L_C)
+                _gather_rows(p_a, s_a, s_o, _rows_of(s_x[i]), i * SLICES * _TILE, i < NUM, L_C)
             else:
-                load_block(d_a, [i * SLICES, i_first, 0], e_x[i], rows_of(s_x[i]), pred=i < NUM)
+                load_block(d_a, [i * SLICES, i_first, 0], e_x[i], _rows_of(s_x[i]), pred=i < NUM)
         b_acc = gl.zeros([R, BM], gl.float32, L_Y)
         for i_o in range(NUM // STAGES):
             for i in gl.static_range(STAGES):

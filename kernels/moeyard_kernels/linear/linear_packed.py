@@ -182,8 +182,11 @@ def linear_packed_kernel(
 ):  # fmt: skip
     """Compute [BM, BN] of x [M, K] @ w [N, K].T (+ bias).
 
-    d_x: x as [K / 64, M, 64] in blocks [CH, BM, 64]. d_w: words [K / 64, N, 32] in blocks [CH, BN, 32]. p_s: scales
-    [K / SK, N / SR], fp32 or bf16. CH divides K / 64. Grid: (ceil(M / BM) * ceil(N / BN),).
+    - d_x: x as [K / 64, M, 64] in blocks [CH, BM, 64]. CH divides K / 64.
+    - d_w: words [K / 64, N, 32] in blocks [CH, BN, 32].
+    - p_s: scales [K / SK, N / SR] in fp32 or bf16.
+
+    Grid: (ceil(M / BM) * ceil(N / BN),).
     """
     NUM: gl.constexpr = K // (CH * _COLUMNS)
     L_W: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)

@@ -52,7 +52,7 @@ class ExpertPairs:
 
     topk_ids [T, K] int64 or int32 and slot_of_expert [E] int32 are contiguous, as in `ops.expert_layout`. Among the
     pairs of a resident expert, the first and every 16th after it begin a block, which has that pair's number. Each pair
-    of a single token has its own block.
+    of a single token has its own block. Products over codes have other blocks (`experts.grouped_packed.block_rows`).
 
     choice: set if one token's topk_ids are still to be chosen. Then the products' launches choose them, and write ids
     and weights.

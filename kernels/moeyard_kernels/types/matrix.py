@@ -115,7 +115,9 @@ def tile_(out: Matrix, matrix: Matrix) -> None:
         if target.dtype == torch.uint8 and tiled.is_floating_point():
             tiled = _exponents(tiled)
         elif narrow:
-            tiled = _narrow_scales(tiled)
+            if not fit_bf16_tiles(tiled):
+                raise ValueError(f"a scale of e4m3 codes in tiles is no bf16 value below {E4M3_SCALES_END:.0f}")
+            tiled = tiled.bfloat16()
         if tiled.shape[2] == 1 and out.form.parts[1].rows == 1:
             tiled = tiled.expand(target.shape)  # one scale for all rows
         assert (target.shape, target.dtype) == (tiled.shape, tiled.dtype), f"{matrix.form} does not fit {out.form}"
@@ -184,12 +186,9 @@ def _swapped(nibbles: torch.Tensor) -> torch.Tensor:
     return own & 8 | own.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) & 7
 
 
-def _narrow_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales as bf16. Raises ValueError for others than those that `E4M3_SCALES_END` allows."""
-    found = scales.bfloat16()
-    if not bool(((found.float() == scales.float()) & (scales.abs() < E4M3_SCALES_END)).all()):
-        raise ValueError(f"a scale of e4m3 codes in tiles is no bf16 value below {E4M3_SCALES_END:.0f}")
-    return found
+def fit_bf16_tiles(scales: torch.Tensor) -> bool:
+    """Return whether tiles of e4m3 codes with bf16 scales can hold these scales."""
+    return bool(((scales.bfloat16() == scales) & (scales.abs() < E4M3_SCALES_END)).all())
 
 
 def _exponents(scales: torch.Tensor) -> torch.Tensor:

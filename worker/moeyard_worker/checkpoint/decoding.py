@@ -14,6 +14,7 @@ from moeyard_kernels.types.matrix import (
     NIBBLES,
     Matrix,
     dequantize,
+    fit_bf16_tiles,
     pack_codes,
     tile_,
     unpack_codes,
@@ -206,7 +207,7 @@ def _check_exponents(key: str, scales: torch.Tensor) -> None:
 
 def _check_bf16(key: str, scales: torch.Tensor) -> None:
     """Raise CheckpointError for scales that tiles of e4m3 codes with bf16 scales cannot hold."""
-    if not bool(((scales.bfloat16() == scales) & (scales.abs() < E4M3_SCALES_END)).all()):
+    if not fit_bf16_tiles(scales):
         raise CheckpointError(f"{key} holds a scale that is no bfloat16 value below {E4M3_SCALES_END:.0f}{_ADVICE}")
 
 

@@ -136,10 +136,11 @@ def gguf_format(model: ModelConfig) -> GgufFormat:
 
 
 def with_codes(model: ModelConfig, directory: Path | str | None, *, dense: bool = False) -> ModelConfig:
-    """Return the model whose experts keep their codes in memory, or itself if these differ or no product reads them.
+    """Return the model whose experts keep their codes in memory.
 
-    directory: the checkpoint, whose headers show the scales of e4m3 codes; None for random weights. dense: other
-    matrices keep their codes, too, as far as products read them.
+    Their codes become bfloat16 if experts differ, or if no product reads them. `directory` is the checkpoint, None for
+    random weights. Its headers show the scales of e4m3 codes. With `dense` other matrices keep their codes, too, as
+    far as products read them.
     """
     weights, family = model.weights, FAMILIES[model.family]
     if not isinstance(weights, QuantizedFormat):

@@ -59,8 +59,8 @@ class QuantizedFormat:
     markers: suffixes of the keys that show a quantised matrix, if they replace ".weight" or follow the whole key.
     experts: the schemes of gate and up, and of down, if all experts keep their codes in memory.
     dense: whether other matrices of fp8 codes keep them too, if only `Backend.linear` reads them.
-    scales: those of e4m3 codes, None if only the stored tensors show it. They are no part of the settings, so formats
-        that differ in them alone are equal.
+    scales: kind of the scales of e4m3 codes, None if only the stored tensors show it. Two formats that differ in it
+        alone are equal, because it is no setting.
     """
 
     file: str
