@@ -102,9 +102,10 @@ def nth_slot(o_e, b_key, b_slot, n):
 def write_choice(
     p_logits, p_counts, p_entries, p_weights, p_ids, o_e, b_key, b_max, b_sum, scaling,
     K: gl.constexpr, BK: gl.constexpr, SOFTMAX: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr,
+    NW: gl.constexpr,
 ):  # fmt: skip
     """Write the token's ids and weights."""
-    L_K: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    L_K: gl.constexpr = gl.BlockedLayout([1], [32], [NW], [0])
     o_k = gl.arange(0, BK, L_K)
     b_ids = gl.zeros([BK], gl.int32, L_K)
     for k in gl.static_range(K):
@@ -225,7 +226,7 @@ def expert_choice_kernel(
     gl.store(p_h + i_p * BLOCK * N + o_n + o_r + o_g, b_y.to(p_h.dtype.element_ty), mask=m_y)
 
 
-def expert_lanes(num_experts: int, itemsize: int) -> gl.DistributedLinearLayout:
+def expert_lanes(num_experts: int, itemsize: int, num_warps: int = 4) -> gl.DistributedLinearLayout:
     """Return the layout of one token's logits in `topk_gate`'s warp. Here every warp holds all of them."""
     size = triton.next_power_of_2(num_experts)
     run = max(1, min(16 // itemsize, size // 32))
@@ -234,12 +235,12 @@ def expert_lanes(num_experts: int, itemsize: int) -> gl.DistributedLinearLayout:
     lanes = [[bit] for bit in bits[own : own + 5]]
     lanes += [[0]] * (5 - len(lanes))
     registers = [[bit] for bit in (*bits[:own], *bits[own + 5 :])]
-    return gl.DistributedLinearLayout(registers, lanes, [[0], [0]], [], [size])
+    return gl.DistributedLinearLayout(registers, lanes, [[0]] * (num_warps.bit_length() - 1), [], [size])
 
 
-def choice_arguments(choice: TokenChoice) -> dict[str, Any]:
+def choice_arguments(choice: TokenChoice, num_warps: int = 4) -> dict[str, Any]:
     """Return the arguments of `score_experts` that are no pointers."""
-    lanes = expert_lanes(choice.logits.shape[1], choice.logits.element_size())
+    lanes = expert_lanes(choice.logits.shape[1], choice.logits.element_size(), num_warps)
     softmax = choice.rule.scoring == "softmax"
     return {"E": choice.logits.shape[1], "SOFTMAX": softmax, "HAS_BIAS": choice.bias is not None, "L_E": lanes}
 
@@ -251,7 +252,7 @@ _NO_CHOICE: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def writing_arguments(choice: TokenChoice | None, unread: torch.Tensor) -> dict[str, Any]:
+def writing_arguments(choice: TokenChoice | None, unread: torch.Tensor, num_warps: int = 4) -> dict[str, Any]:
     """Return the arguments of a kernel that makes `choice` and writes it, if it is still to be made.
 
     Pointers that the kernel does not read are `unread`.
@@ -260,7 +261,7 @@ def writing_arguments(choice: TokenChoice | None, unread: torch.Tensor) -> dict[
         tensors = dict.fromkeys(("p_logits", "p_bias", "p_counts", "p_entries", "p_weights"), unread)
         return tensors | {"scaling": 1.0, **_NO_CHOICE}
     rule, counted = choice.rule, choice.counts is not None
-    return choice_arguments(choice) | {
+    return choice_arguments(choice, num_warps) | {
         "p_logits": choice.logits,
         "p_bias": choice.logits if choice.bias is None else choice.bias,
         "p_counts": choice.counts if counted else unread,

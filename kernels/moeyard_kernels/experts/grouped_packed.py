@@ -63,23 +63,24 @@ def default_config(form: WeightForm, *, dim: int, rows: int, gated: bool) -> Pac
     return found
 
 
-# By codes and by rows of a block, from so many on: outputs, tiles, stages and warps of gate_up, and of down.
-_FASTEST: Mapping[str, Mapping[int, tuple[tuple[int, int, int, int], ...]]] = MappingProxyType(
+# By codes and by rows of a block, from so many on: outputs, tiles, stages, warps and perhaps `warp_products` of gate_up
+# and down.
+_FASTEST: Mapping[str, Mapping[int, tuple[tuple[int, ...], ...]]] = MappingProxyType(
     {
         "fp8": {
-            1: ((64, 2, 4, 4), (64, 4, 3, 4)),
+            1: ((64, 2, 4, 8, True), (64, 4, 3, 4)),
             8: ((64, 2, 2, 4), (64, 2, 4, 4)),
             16: ((64, 2, 2, 4), (128, 2, 2, 4)),
             64: ((128, 1, 3, 8), (128, 1, 3, 4)),
         },
         "int4": {
-            1: ((32, 2, 4, 4), (64, 4, 2, 4)),
+            1: ((64, 2, 3, 8, True), (64, 4, 2, 4)),
             8: ((64, 1, 4, 4), (64, 4, 2, 4)),
             16: ((64, 2, 2, 4), (128, 2, 2, 4)),
             64: ((128, 1, 2, 8), (128, 1, 2, 4)),
         },
         "fp4": {
-            1: ((64, 2, 4, 4), (64, 4, 2, 4)),
+            1: ((64, 2, 3, 8, True), (64, 2, 4, 4, True)),
             8: ((64, 2, 2, 4), (128, 1, 3, 4)),
             16: ((64, 2, 2, 4), (128, 2, 2, 4)),
             64: ((128, 1, 2, 8), (128, 1, 2, 4)),
@@ -91,10 +92,10 @@ _FASTEST: Mapping[str, Mapping[int, tuple[tuple[int, int, int, int], ...]]] = Ma
 def _fastest(codes: str, rows: int, gated: bool, tiles: int) -> PackedConfig:
     by_rows = _FASTEST[codes]
     gate_up, down = by_rows[max(each for each in by_rows if each <= rows)]
-    columns, copied, stages, warps = gate_up if gated else down
+    columns, copied, stages, warps, *by_warps = gate_up if gated else down
     while tiles % copied:
         copied //= 2
-    return PackedConfig(BN=columns, tiles=copied, num_stages=stages, num_warps=warps)
+    return PackedConfig(BN=columns, tiles=copied, num_stages=stages, num_warps=warps, warp_products=by_warps == [True])
 
 
 def _launch(
@@ -123,7 +124,6 @@ def _launch(
         index = (layout.pairs, layout.slot_of_block, layout.num_blocks)
     used = 1 if isinstance(layout, ExpertPairs) and layout.one_token else rows
     config = config or default_config(weight.form, dim=weight.shape[-1], rows=used, gated=gated)
-    assert choice is None or config.num_warps == 4, "the choice's layouts have 4 warps"
     gathers = gated and found is LAYOUT
     arguments = product_arguments(weight, config, a, rows, gated=gated, gathers=gathers) | result_arguments(out, home)
     packed_product_kernel[num_blocks(layout) * triton.cdiv(arguments["N"], config.BN),](
@@ -138,7 +138,7 @@ def _launch(
         BM=rows,
         BP=padded,
         LIMIT=rounded_limit(limit, a.dtype),
-        **writing_arguments(choice, a) | ({"HAS_COUNTS": False} if gated else {}),
+        **writing_arguments(choice, a, config.num_warps) | ({"HAS_COUNTS": False} if gated else {}),
         **arguments,
         **dependent(a),
     )

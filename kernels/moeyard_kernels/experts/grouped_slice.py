@@ -131,7 +131,7 @@ def _route(
             # It does not touch these tensors itself. Counts are only added to, and read after whole steps.
             write_choice(
                 p_logits, p_counts, p_entries, p_weights, p_ids, o_e, b_key, b_max, b_sum, scaling,
-                CHOSEN, BC, SOFTMAX, RENORMALIZE, HAS_COUNTS,
+                CHOSEN, BC, SOFTMAX, RENORMALIZE, HAS_COUNTS, 4,
             )  # fmt: skip
     # Every program waits, even without work, so that launches complete in order.
     wait_for_previous()

@@ -18,7 +18,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -52,11 +52,15 @@ LAYOUT, PAIRS = (gl.constexpr(i) for i in range(2))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedConfig(Config):
-    """BN outputs per program (BN gates and BN ups), `tiles` tiles of codes per copy, num_stages copies in flight."""
+    """BN outputs per program (BN gates and BN ups), `tiles` tiles of codes per copy, num_stages copies in flight.
+
+    warp_products: each warp multiplies by itself (mma.sync), which suits the shortest chains of steps: few rows.
+    """
 
     kernel: Literal["packed"] = "packed"
     BN: int
     tiles: int
+    warp_products: bool = False
 
 
 @gluon.jit
@@ -149,15 +153,15 @@ def _refill(
 ):  # fmt: skip
     """Copy words and rows of step i_s behind a barrier of all warps. The copies' own barriers already expect them."""
     SLICES: gl.constexpr = s_x.shape[0]
-    load_block(d_w, [i_slot, i_s * s_w.shape[0], 0, i_n, 0], e_w, _words_of(s_w, d_w), pred=i_s < NUM)
+    load_block(d_w, [i_slot, i_s * s_w.shape[0], 0, i_n, 0], e_w, words_of(s_w, d_w), pred=i_s < NUM)
     if GATHER:
-        _gather_rows(p_a, s_a, s_o, _rows_of(s_x), i_s * (SLICES * _TILE), i_s < NUM, L_C)
+        _gather_rows(p_a, s_a, s_o, rows_of(s_x), i_s * (SLICES * _TILE), i_s < NUM, L_C)
     else:
-        load_block(d_a, [i_s * SLICES, i_row, 0], e_x, _rows_of(s_x), pred=i_s < NUM)
+        load_block(d_a, [i_s * SLICES, i_row, 0], e_x, rows_of(s_x), pred=i_s < NUM)
 
 
 @gluon.jit
-def _expect(s_w, s_x, e_w, e_x, more, GATHER: gl.constexpr):
+def expect(s_w, s_x, e_w, e_x, more, GATHER: gl.constexpr):
     """Let the barriers of a buffer wait for the bytes of its copies."""
     mbarrier.expect(e_w, s_w.shape[0] * s_w.shape[1] * _TILE * 2, pred=more)
     if not GATHER:
@@ -193,7 +197,7 @@ def _multiply_step(
         fence_async_shared()
         if EARLY:
             b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
-            _expect(s_w[F], s_x[F], e_w[F], e_x[F], i_next < NUM, GATHER)
+            expect(s_w[F], s_x[F], e_w[F], e_x[F], i_next < NUM, GATHER)
         barrier()
         if EARLY:
             _refill(
@@ -216,7 +220,7 @@ def _multiply_step(
             b_acc = warpgroup_mma_wait(num_outstanding=1, deps=(b_acc,))
             if u + n == 0 and not EARLY:
                 # The products of the step before are complete in all warps behind the barrier.
-                _expect(s_w[F], s_x[F], e_w[F], e_x[F], i_next < NUM, GATHER)
+                expect(s_w[F], s_x[F], e_w[F], e_x[F], i_next < NUM, GATHER)
                 barrier()
                 _refill(
                     i_next, d_w, d_a, s_w[F], s_x[F], e_w[F], e_x[F], p_a, s_a, s_o, i_slot, i_n, i_row, NUM, GATHER,
@@ -226,13 +230,97 @@ def _multiply_step(
 
 
 @gluon.jit
-def _words_of(s_w, d_w):
+def _load_words(s_w, e_w, e_x, phase, L_A: gl.constexpr):
+    """Return the words of a step when they and its rows have arrived."""
+    CH: gl.constexpr = s_w.shape[0]
+    words = ()
+    mbarrier.wait(e_w, phase)
+    mbarrier.wait(e_x, phase)
+    for u in gl.static_range(CH):
+        words = words + (s_w.index(u).load(L_A),)  # type: ignore[assignment]  # noqa: RUF005
+    return words
+
+
+@gluon.jit
+def _multiply_words(
+    b_acc, words, s_x, s_s, s_z, i_s, CH: gl.constexpr, CODES: gl.constexpr, SK: gl.constexpr, ZEROS: gl.constexpr,
+    L_A: gl.constexpr, L_B: gl.constexpr,
+):  # fmt: skip
+    """Add the products of step i_s: of words in registers and rows in s_x."""
+    SLICES: gl.constexpr = s_x.shape[0]
+    PER: gl.constexpr = SLICES // CH
+    L_R: gl.constexpr = gl.SliceLayout(1, L_A)
+    b_tile = gl.zeros([b_acc.shape[0], _TILE], gl.bfloat16, L_A)
+    b_zero = gl.full([b_acc.shape[0], _TILE], 136.0, gl.bfloat16, L_A)
+    for u in gl.static_range(CH):
+        for n in gl.static_range(PER):
+            if (u * PER + n) * _TILE % SK == 0 or u + n == 0:
+                i_scale = (i_s * SLICES + u * PER + n) * _TILE // SK
+                b_scale, _ = gl.broadcast(gl.expand_dims(s_s.index(i_scale).load(L_R), 1), b_tile)
+                if ZEROS:
+                    b_zero, _ = gl.broadcast(gl.expand_dims(s_z.index(i_scale).load(L_R), 1), b_tile)
+            b_w = decode(words[u], b_zero, b_scale, n, CODES)
+            b_acc = mma_v2(b_w, s_x.index(u * PER + n).permute((1, 0)).load(L_B), b_acc)
+    return b_acc
+
+
+@gluon.jit
+def _warp_step(
+    b_acc, words, i_s, phase, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, i_slot, i_n, i_row,
+    B: gl.constexpr, NUM: gl.constexpr, STAGES: gl.constexpr, CODES: gl.constexpr, SK: gl.constexpr,
+    ZEROS: gl.constexpr, L_A: gl.constexpr, L_B: gl.constexpr,
+):  # fmt: skip
+    """Add the products of step i_s, which is in buffer B, and return the words of the next step too."""
+    CH: gl.constexpr = s_w[B].shape[0]
+    F: gl.constexpr = (B + STAGES - 1) % STAGES
+    J: gl.constexpr = (B + 1) % STAGES
+    i_fill = i_s + STAGES - 1
+    expect(s_w[F], s_x[F], e_w[F], e_x[F], i_fill < NUM, False)
+    # All warps have multiplied the step before.
+    barrier()
+    load_block(d_w, [i_slot, i_fill * CH, 0, i_n, 0], e_w[F], words_of(s_w[F], d_w), pred=i_fill < NUM)
+    load_block(d_a, [i_fill * s_x[F].shape[0], i_row, 0], e_x[F], rows_of(s_x[F]), pred=i_fill < NUM)
+    # The next step has the next buffer, or the first one in its next phase.
+    later = _load_words(s_w[J], e_w[J], e_x[J], phase if B + 1 < STAGES else phase ^ 1, L_A)
+    return _multiply_words(b_acc, words, s_x[B], s_s, s_z, i_s, CH, CODES, SK, ZEROS, L_A, L_B), later
+
+
+@gluon.jit
+def warp_products(
+    b_acc, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, i_slot, i_n, i_row,
+    NUM: gl.constexpr, STAGES: gl.constexpr, CODES: gl.constexpr, SK: gl.constexpr, ZEROS: gl.constexpr,
+    L_A: gl.constexpr, L_B: gl.constexpr,
+):  # fmt: skip
+    """Add the products of all NUM steps; the first STAGES - 1 are on their way.
+
+    Each warp multiplies by itself (mma.sync, which has the bits of wgmma). Words of a step are loaded into registers
+    while the products of the step before run.
+    """
+    ROUNDS: gl.constexpr = (NUM - 1) // STAGES
+    LAST: gl.constexpr = (NUM - 1) % STAGES
+    words = _load_words(s_w[0], e_w[0], e_x[0], 0, L_A)
+    for i_o in range(ROUNDS):
+        for i in gl.static_range(STAGES):
+            b_acc, words = _warp_step(
+                b_acc, words, i_o * STAGES + i, i_o & 1, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, i_slot, i_n, i_row,
+                i, NUM, STAGES, CODES, SK, ZEROS, L_A, L_B,
+            )  # fmt: skip
+    for i in gl.static_range(LAST):
+        b_acc, words = _warp_step(
+            b_acc, words, ROUNDS * STAGES + i, ROUNDS % 2, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, i_slot, i_n, i_row,
+            i, NUM, STAGES, CODES, SK, ZEROS, L_A, L_B,
+        )  # fmt: skip
+    return _multiply_words(b_acc, words, s_x[LAST], s_s, s_z, NUM - 1, s_w[LAST].shape[0], CODES, SK, ZEROS, L_A, L_B)
+
+
+@gluon.jit
+def words_of(s_w, d_w):
     """Return a buffer [CH, R, 32] as the block of words that a copy writes."""
     return reinterpret(s_w, gl.int16, d_w.block_type.shape, d_w.layout)
 
 
 @gluon.jit
-def _rows_of(s_x):
+def rows_of(s_x):
     """Return a buffer [S, BM, 32] as the block of rows that a copy writes."""
     return reinterpret(s_x, gl.bfloat16, s_x.shape, gl.NVMMASharedLayout(64, 16, 3))
 
@@ -268,7 +356,7 @@ def packed_product_kernel(
     N: gl.constexpr, K: gl.constexpr, TOP_K: gl.constexpr, WORLD: gl.constexpr, HOME: gl.constexpr,
     ROWS: gl.constexpr, GATED: gl.constexpr, SOURCE_K: gl.constexpr, CODES: gl.constexpr, BM: gl.constexpr,
     BN: gl.constexpr, CH: gl.constexpr, STAGES: gl.constexpr, SR: gl.constexpr, SK: gl.constexpr, KS: gl.constexpr,
-    ZEROS: gl.constexpr, BP: gl.constexpr, NW: gl.constexpr,
+    ZEROS: gl.constexpr, BP: gl.constexpr, NW: gl.constexpr, WARPS: gl.constexpr,
     LIMIT: gl.constexpr, E: gl.constexpr, SOFTMAX: gl.constexpr, HAS_BIAS: gl.constexpr, L_E: gl.constexpr,
     CHOSEN: gl.constexpr, BC: gl.constexpr, RENORMALIZE: gl.constexpr, HAS_COUNTS: gl.constexpr,
 ):  # fmt: skip
@@ -291,7 +379,7 @@ def packed_product_kernel(
     NB: gl.constexpr = (N + SR - 1) // SR
     DT: gl.constexpr = gl.bfloat16
     ST: gl.constexpr = DT if CODES == "fp4" else p_s.dtype.element_ty
-    L_Y: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, BM, 16])
+    L_Y: gl.constexpr = gl.NVMMADistributedLayout([2 if WARPS else 3, 0], [NW, 1], [16, 8] if WARPS else [16, BM, 16])
     L_A: gl.constexpr = gl.DotOperandLayout(0, L_Y, 2)
     L_X: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     L_B: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -334,7 +422,7 @@ def packed_product_kernel(
             if gl.program_id(0) == 0:
                 write_choice(
                     p_logits, p_counts, p_entries, p_weights, p_pairs, o_e, b_key, b_max, b_sum, scaling,
-                    CHOSEN, BC, SOFTMAX, RENORMALIZE, HAS_COUNTS,
+                    CHOSEN, BC, SOFTMAX, RENORMALIZE, HAS_COUNTS, NW,
                 )  # fmt: skip
     else:
         i_id = gl.load(p_pairs + i_b).to(gl.int32)
@@ -353,8 +441,8 @@ def packed_product_kernel(
     if here:
         for i in gl.static_range(STAGES - 1):
             # A copy past the end would have no reader, and could still write when the program has ended.
-            _expect(s_w[i], s_x[i], e_w[i], e_x[i], i < NUM, GATHER)
-            load_block(d_w, [i_slot, i * CH, 0, i_n, 0], e_w[i], _words_of(s_w[i], d_w), pred=i < NUM)
+            expect(s_w[i], s_x[i], e_w[i], e_x[i], i < NUM, GATHER)
+            load_block(d_w, [i_slot, i * CH, 0, i_n, 0], e_w[i], words_of(s_w[i], d_w), pred=i < NUM)
         o_r = gl.arange(0, R, gl.SliceLayout(0, L_S))
         o_g = gl.arange(0, KS, gl.SliceLayout(1, L_S))
         o_s = o_g[:, None] * (G * NB) + (o_r // BN * NB + gl.minimum(i_n + o_r % BN, N - 1) // SR)[None, :]
@@ -374,22 +462,28 @@ def packed_product_kernel(
             s_o.store(gl.where(b_pair >= 0, b_pair // SOURCE_K, -1))
         for i in gl.static_range(STAGES - 1):
             if GATHER:
-                _gather_rows(p_a, s_a, s_o, _rows_of(s_x[i]), i * SLICES * _TILE, i < NUM, L_C)
+                _gather_rows(p_a, s_a, s_o, rows_of(s_x[i]), i * SLICES * _TILE, i < NUM, L_C)
             else:
-                load_block(d_a, [i * SLICES, i_first, 0], e_x[i], _rows_of(s_x[i]), pred=i < NUM)
+                load_block(d_a, [i * SLICES, i_first, 0], e_x[i], rows_of(s_x[i]), pred=i < NUM)
         b_acc = gl.zeros([R, BM], gl.float32, L_Y)
-        for i_o in range(NUM // STAGES):
-            for i in gl.static_range(STAGES):
-                b_acc = _multiply_step(
-                    b_acc, i_o * STAGES + i, i_o & 1, (i_o + P) >> 30, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a,
-                    s_a, s_o, i_slot, i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
-                )  # fmt: skip
-        for i in gl.static_range(NUM % STAGES):
-            b_acc = _multiply_step(
-                b_acc, NUM // STAGES * STAGES + i, NUM // STAGES % 2, P >> 30, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x,
-                p_a, s_a, s_o, i_slot, i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
+        if WARPS:
+            b_acc = warp_products(
+                b_acc, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, i_slot, i_n, i_first, NUM, STAGES, CODES, SK, ZEROS,
+                L_A, gl.DotOperandLayout(1, L_Y, 2),
             )  # fmt: skip
-        b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
+        else:
+            for i_o in range(NUM // STAGES):
+                for i in gl.static_range(STAGES):
+                    b_acc = _multiply_step(
+                        b_acc, i_o * STAGES + i, i_o & 1, (i_o + P) >> 30, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a,
+                        s_a, s_o, i_slot, i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
+                    )  # fmt: skip
+            for i in gl.static_range(NUM % STAGES):
+                b_acc = _multiply_step(
+                    b_acc, NUM // STAGES * STAGES + i, NUM // STAGES % 2, P >> 30, d_w, d_a, s_w, s_x, s_s, s_z, e_w,
+                    e_x, p_a, s_a, s_o, i_slot, i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
+                )  # fmt: skip
+            b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
         if GATHER:
             async_copy.wait_group(0)
         if GATED:
@@ -469,6 +563,7 @@ def product_arguments(
         "KS": scale_columns(config, weight.form, dim),
         "ZEROS": bool(zeros),
         "NW": config.num_warps,
+        "WARPS": config.warp_products,
         "num_warps": config.num_warps,
         "enable_fp_fusion": False,
     }
