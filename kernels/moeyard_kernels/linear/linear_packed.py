@@ -5,9 +5,9 @@ decodes the codes of 16 outputs in registers and multiplies there (mma.sync, whi
 never pass through shared memory, and slices of 16 outputs cost nothing more. Words of a step are loaded into registers
 while the products of the step before run.
 
-A chain of products is K / 16 long, and each takes about 40 cycles (H200, Triton 3.6, 2026-11-30). So a long K limits
-small matrices: 2048 outputs of 4096 columns take 7.9 us, not 6.2 as in bf16. 32768 outputs of 1024 columns take 12, not
-17.
+A chain of products is K / 16 long, and each takes 40 to 56 cycles (H200, Triton 3.6, 2026-11-30). So a long K limits
+small matrices: 2048 outputs of 4096 columns take 8.0 us, not 6.3 as in bf16. 32768 outputs of 1024 columns take 12 to
+13, not 17.
 
 Prompts read a matrix many times, so `write_values` makes its values once per product. A matrix of 4096 x 16384 takes 48
 us at the bandwidth of a copy, its product with 1024 rows 196 us at 700 TFLOP/s.

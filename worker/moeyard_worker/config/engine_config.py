@@ -133,7 +133,7 @@ class EngineConfig:
     weights: str = option(
         "auto",
         "quantised weights: auto keeps the codes of experts in GPU memory; codes keeps those of other matrices, too, "
-        "which saves memory and takes time; bfloat16 converts all of them when they are loaded",
+        "which saves memory and takes time beyond 16 rows; bfloat16 converts all of them when they are loaded",
         choices=("auto", "codes", "bfloat16"),
     )
     num_workers: int = option(1, "expert-parallel ranks, one Ray actor each", flag="--workers", group="workers")
