@@ -12,7 +12,8 @@ a router, and records the time of each message.
 - `--uneven`: rows per rank, comma separated.
 - `--prefill CxN`: C prompts of N tokens on every rank.
 - `--mixed N`: the last rank gets prompts of N tokens in sequence, while the others decode 8 streams each. The output is
-  the ITL of these streams, for each of the `--budgets` of prompt rows beside output.
+  the ITL of these streams, for each of the `--budgets` of prompt rows beside output. The first of them, if given, also
+  holds while `--streams` begin.
 - `--check`: prompts answered on one rank, then spread among others: tokens and log-probability bits must be equal.
 - `--arrivals RxN` or `RxM-N`: R prompts per second of N tokens, or of M to N, arrive at random at all ranks, while each
   rank decodes 8 streams. The output is TTFT of the prompts and ITL of the streams. It has two lines: each step planned
@@ -209,6 +210,8 @@ class Bench:
         of_all = [self.times[name] for _, name in names]
         begin, end = max(t[0] for t in of_all), min(t[-1] for t in of_all)
         figures["tokens_per_s"] = round(sum(begin < at <= end for t in of_all for at in t) / (end - begin), 1)
+        tokens = len(names) * (self.args.prompt + self.args.output)
+        figures["tokens_per_s with prompts"] = round(tokens / (max(t[-1] for t in of_all) - begun), 1)
         for rank in sorted({rank for rank, _ in names}):
             times = [self.times[name] for of, name in names if of == rank]
             # While all streams decode: from the latest first token to the earliest last one.
@@ -336,6 +339,8 @@ def measure(pool: ProcessPool, args: argparse.Namespace, config: EngineConfig) -
         bench = Bench(fleet, args, served_model(config).vocab_size)
         bench.decode([1] * args.ranks)  # first launches
         bench.rows.clear()
+        for rank in fleet.ranks if args.budgets else ():
+            rank.call("budget", args.budgets[0])
         if args.check:
             bench.check()
         for count in args.streams:
@@ -349,7 +354,7 @@ def measure(pool: ProcessPool, args: argparse.Namespace, config: EngineConfig) -
             bench.rows.pop()
             bench.prefill(count, length)
             bench.profile(partial(bench.prefill, count, length))
-        for budget in args.budgets if args.mixed else ():
+        for budget in (args.budgets or [2048]) if args.mixed else ():
             bench.mixed(args.mixed, budget)
         for each, paced in itertools.product(args.arrivals, (True, False, True, False)):
             bench.arrivals(*each, paced)
@@ -371,7 +376,7 @@ def main() -> int:
     parser.add_argument("--uneven", type=lambda text: [int(n) for n in text.split(",")], nargs="*", default=[])
     parser.add_argument("--prefill", type=times, nargs="*", default=[])
     parser.add_argument("--mixed", type=int, default=0)
-    parser.add_argument("--budgets", type=int, nargs="*", default=[2048])
+    parser.add_argument("--budgets", type=int, nargs="*", default=[])
     parser.add_argument("--arrivals", type=arrival, nargs="*", default=[])
     parser.add_argument("--drafts", type=int, default=0)
     parser.add_argument("--residency", type=float, help="share of the experts in slots (default: all that fit)")
