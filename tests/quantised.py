@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tests.checkpoints import edit_config
+from tests.checkpoints import edit_config, make_checkpoint, publish_v4
 
 Tensors = dict[str, torch.Tensor]
 E8M0 = torch.float8_e8m0fnu
@@ -290,3 +290,55 @@ def make_pair(make: Callable[[Path], Path], directory: Path, layout: str, **opti
     quantised, plain = make(directory / "quantised"), make(directory / "bf16")
     save_file(quantise(quantised, layout, **options), plain / "model.safetensors", metadata={"format": "pt"})
     return quantised, plain
+
+
+# Modules of DeepSeek-V4 whose released weights are fp8.
+V4_FP8 = (".wq_a", ".wq_b", ".wkv", ".wo_a", ".wo_b", ".w1", ".w2", ".w3", ".main_proj")
+
+
+def publish_codes(directory: Path) -> dict[str, torch.Tensor]:
+    """Store a published bfloat16 checkpoint as releases are: fp8 in blocks, e2m1 experts, scales of powers of two.
+
+    Returns the tensors that the codes stand for, as drawn before they are packed.
+    """
+    path = directory / "model.safetensors"
+    generator = torch.Generator().manual_seed(1)
+    plain, stored = load_file(path), {}
+    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    for key, value in sorted(plain.items()):
+        at = key.removesuffix(".weight")
+        if ".experts." in key:
+            rows, columns = value.shape
+            codes = torch.randint(16, (rows, columns), generator=generator)
+            exponents = torch.randint(121, 124, (rows, columns // 32), generator=generator)
+            stored[key] = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
+            stored[f"{at}.scale"] = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
+            signed = torch.where(codes >= 8, -e2m1[codes % 8], e2m1[codes % 8])
+            plain[key] = (signed * torch.exp2(exponents - 127.0).repeat_interleave(32, 1)).bfloat16()
+        elif at.endswith(V4_FP8) and "compressor" not in at:
+            tensors, plain[key] = fp8_blocks(16, E8M0, exponents=True)(value, generator)
+            stored |= {key: tensors[".weight"], f"{at}.scale": tensors[".weight_scale_inv"]}
+        else:
+            stored[key] = value
+    save_file(stored, path, metadata={"format": "pt"})
+    settings = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [16, 16]}
+    settings |= {"activation_scheme": "dynamic"}
+    edit_config(directory, quantization_config=settings, expert_dtype="fp4", dtype="bfloat16")
+    return plain
+
+
+# Quantised checkpoints whose experts keep their codes on a GPU, with the family of each.
+SERVED = MappingProxyType({"fp8": "deepseek_v3", "int4": "qwen3_moe", "fp4": "deepseek_v4"})
+
+
+def make_served(kind: str, directory: Path, **sizes: Any) -> tuple[Path, Path]:
+    """Make a checkpoint of SERVED and the bfloat16 checkpoint that it stands for. Return both directories."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 2, **sizes}
+    make = partial(make_checkpoint, family=SERVED[kind], dtype=torch.bfloat16, **sizes)
+    if kind != "fp4":
+        return make_pair(make, directory, {"fp8": "fp8-128-bf16", "int4": "ct-int4-g32"}[kind])
+    pair = directory / "quantised", directory / "bf16"
+    for each in pair:
+        publish_v4(make(each, intermediate_size=128))
+    save_file(publish_codes(pair[0]), pair[1] / "model.safetensors", metadata={"format": "pt"})
+    return pair

@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.checkpoints import DEMO, add_drafts, add_v4_drafts, make_checkpoint, publish_v4
 from tests.fleet import ProcessPool
+from tests.quantised import SERVED, make_served
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,8 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     Qwen3-Next, and two of its three layers have state. In hybrid_mla (Kimi-Linear) the third has latent attention.
     The models of compressed, compressed_bf16, compressed_drafts and compressed_dspark are DeepSeek-V4. The bundled
     model is demo. Its MTP layer is usually right, as are those of hybrid_drafts (Qwen3.5) and compressed_drafts, and
-    the drafter DSpark of compressed_dspark.
+    the drafter DSpark of compressed_dspark. Those of `tests.quantised.SERVED` are quantised. The bfloat16 checkpoints
+    that they stand for are fp8_plain, int4_plain and fp4_plain.
     """
     root = tmp_path_factory.mktemp("checkpoints")
     bf16 = torch.bfloat16
@@ -36,7 +38,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     add_v4_drafts(compressed)
     dspark = publish_v4(make_checkpoint(root / "compressed_dspark", "deepseek_v4"))
     add_v4_drafts(dspark, dspark=True)
-    return {
+    quantised = dict[str, Path]()
+    for kind in SERVED:
+        quantised[kind], quantised[f"{kind}_plain"] = make_served(kind, root / kind)
+    return quantised | {
         "demo": DEMO,
         "mla": make_checkpoint(root / "mla", "deepseek_v3", tokenizer=True),
         "gqa": make_checkpoint(root / "gqa", "qwen3_moe", tokenizer=True),

@@ -10,7 +10,7 @@ import itertools
 import operator
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -417,15 +417,67 @@ def test_bf16(
     check(case, processes, checkpoints[kind], expected[kind])
 
 
+# Every answer is that of the bfloat16 checkpoint which the codes stand for. The cases of all forms together pair the
+# values of the axes (`test_quantised_cases_pair_all_values`). Chunks of DeepSeek-V4 end at multiples of 128.
+QUANTISED_CASES = {
+    "fp8": [
+        Case(1, "shm", "half", "lru", 16, "scarce"),
+        Case(2, "tcp", "min", "slru", 64, "ample", scattered=True),
+        Case(4, "shm", "all", "slru", 16, "ample"),
+        Case(4, "tcp", "half", "slru", 2048, "scarce", deep=2),
+        Case(2, "shm", "all", "lru", 64, "scarce"),
+    ],
+    "int4": [
+        Case(2, "shm", "min", "slru", 16, "scarce"),
+        Case(4, "tcp", "all", "lru", 16, "ample", scattered=True),
+        Case(1, "shm", "min", "lru", 64, "ample", deep=2),
+        Case(4, "shm", "half", "lru", 64, "scarce"),
+        Case(1, "shm", "all", "slru", 2048, "scarce"),
+    ],
+    "fp4": [
+        Case(1, "shm", "half", "slru", 128, "ample"),
+        Case(2, "tcp", "half", "lru", 2048, "ample"),
+        Case(4, "shm", "min", "lru", 2048, "scarce", scattered=True),
+        Case(4, "tcp", "all", "slru", 128, "scarce"),
+    ],
+}
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [pytest.param(kind, case, id=f"{kind}-{case}") for kind in QUANTISED_CASES for case in QUANTISED_CASES[kind]],
+)
+def test_quantised(
+    kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
+) -> None:
+    check(case, processes, checkpoints[kind], expected[f"{kind}_plain"])
+
+
+def pairs_missing(some: list[Case], wanted: list[Case]) -> list[tuple[str, str, set[Any]]]:
+    """Return the pairs of values of two axes that are in `wanted` and not in `some`."""
+    axes = ("ranks", "exchange", "slots", "policy", "chunk", "pages")
+    found = []
+    for pair in itertools.combinations(axes, 2):
+        axis_values = operator.attrgetter(*pair)
+        if missing := set(map(axis_values, wanted)) - set(map(axis_values, some)):
+            found.append((*pair, missing))
+    return found
+
+
 def test_hybrid_cases_pair_all_values() -> None:
     """Check the axes of `cases` without the smallest chunk. Cases of DeepSeek-V4 do not count."""
     hybrid = {**HYBRID_CASES, **BF16_CASES}
     some = [case for kind in hybrid if kind.startswith("hybrid") for case in hybrid[kind]]
-    axes = ("ranks", "exchange", "slots", "policy", "chunk", "pages")
-    wanted = [case for case in cases() if case.chunk > 16]
-    for pair in itertools.combinations(axes, 2):
-        axis_values = operator.attrgetter(*pair)
-        assert set(map(axis_values, wanted)) <= set(map(axis_values, some)), pair
+    assert pairs_missing(some, [case for case in cases() if case.chunk > 16]) == []
+
+
+def test_quantised_cases_pair_all_values() -> None:
+    """Chunks of 128 count as the next smaller ones."""
+    found = [
+        replace(case, chunk=64 if case.chunk == 128 else case.chunk) for of in QUANTISED_CASES.values() for case in of
+    ]
+    assert pairs_missing(found, cases()) == []
 
 
 # With state, a chunk needs room for a window behind the multiple of 64 where it begins.

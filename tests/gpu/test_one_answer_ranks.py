@@ -5,7 +5,8 @@ of the experts in slots}. Requests run alone and mixed, with prefix misses and h
 on one rank, eager. NVLink also runs with a quarter of the experts or one in slots, and with misses that each rank reads
 alone instead of for its peers. The demo model runs with {1 draft, 3, adaptive} against itself without drafts. All three
 exchanges run with random placements and with half of the experts on two ranks. NVLink also runs models with linear
-attention and DeepSeek-V4, where in one case one rank has three of four requests.
+attention and DeepSeek-V4, where in one case one rank has three of four requests. Codes of fp8, int4 and fp4 are
+compared with the bfloat16 weights that they stand for.
 """
 
 import itertools
@@ -18,11 +19,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from tests.checkpoints import DEMO, make_checkpoint
+from tests.checkpoints import DEMO, MLA, V4_HEADS, make_checkpoint
 from tests.e2e.test_one_answer import SNAPSHOTS, check_rows, dealt, dealt_evenly, requests, run_alone, run_mixed
 from tests.fleet import Fleet, ProcessPool, start_fleet
 from tests.gpu.test_one_answer import MODELS
 from tests.limits import HANG_SECONDS
+from tests.quantised import SERVED, make_served
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, ExchangeKind, ExpertFetch
 from moeyard_worker.config.placement import Placement
@@ -49,12 +51,14 @@ class Case:
     drafts: str = "off"
     fetch: ExpertFetch = "auto"
     placed: Placed = "shards"
+    weights: str = "auto"
 
     def __str__(self) -> str:
         launched = ("eager" if self.eager else "graphs") + ("" if self.drafts == "off" else f"-drafts_{self.drafts}")
         slots = self.slots + ("" if self.fetch == "auto" else f"_{self.fetch}")
         placed = "" if self.placed == "shards" else f"-{self.placed}"
-        return f"{self.ranks}ranks-{self.exchange}-{self.deep}deep-{slots}-{launched}{placed}"
+        weights = "" if self.weights == "auto" else f"-{self.weights}"
+        return f"{self.ranks}ranks-{self.exchange}-{self.deep}deep-{slots}-{launched}{placed}{weights}"
 
 
 MANY = [ranks for ranks in (2, 4, 8) if ranks <= NUM_GPUS]
@@ -82,6 +86,16 @@ HYBRID = [
     for ranks in MANY[:1]
     for deep, slots, placed in ((2, "all", "shards"), (1, "half", "shards"), (2, "all", "copied"))
 ]
+QUANTISED = [
+    Case(ranks, exchange, deep, slots, placed=placed, weights=weights)
+    for ranks in MANY
+    for exchange, deep, slots, placed, weights in (
+        ("nvlink", 2, "all", "shards", "auto"),
+        ("nvlink", 1, "half", "copied", "codes"),
+        ("nccl", 2, "all", "copied", "codes"),
+        ("zmq", 2, "half", "shards", "auto"),
+    )
+]
 SPECULATED = [
     Case(MANY[-1] if MANY else 1, "nvlink", deep, slots, drafts=drafts)
     for deep, slots, drafts in ((2, "all", "auto"), (1, "all", "3"), (2, "all", "1"), (2, "half", "auto"))
@@ -107,6 +121,7 @@ def config(case: Case, model: Path) -> EngineConfig:
         max_num_seqs=8,
         expert_slots={"all": None, "half": total // 2, "quarter": total // 4, "one": 1}[case.slots],
         expert_fetch=case.fetch,
+        weights=case.weights,
         enforce_eager=case.eager,
         async_scheduling=case.deep == 2,
         speculate=None if case.drafts == "off" else "mtp",
@@ -130,11 +145,15 @@ def placement(case: Case, model: Path) -> Placement | None:
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: ProcessPool
 ) -> tuple[Path, dict[str, tuple[Any, ...]]]:
-    """A checkpoint and the answers of one eager rank to each request alone."""
+    """A checkpoint and the answers of one eager rank to each request alone. Codes get those of their values in bf16."""
     kind, dtype = request.param.split("-")
-    family, overrides = MODELS[kind]
-    model = make_checkpoint(tmp_path_factory.mktemp(kind), family, dtype=getattr(torch, dtype), **overrides)
-    with start_fleet(pool, config(Case(1, "auto", eager=True), model)) as fleet:
+    if kind in SERVED:
+        sizes: dict[str, Any] = {"fp8": MLA, "int4": {}, "fp4": V4_HEADS}[kind]
+        model, plain = make_served(kind, tmp_path_factory.mktemp(kind), **sizes)
+    else:
+        family, overrides = MODELS[kind]
+        plain = model = make_checkpoint(tmp_path_factory.mktemp(kind), family, dtype=getattr(torch, dtype), **overrides)
+    with start_fleet(pool, config(Case(1, "auto", eager=True), plain)) as fleet:
         return model, {name: run_alone(fleet, "reference", name, 0) for name in requests()}
 
 
@@ -153,6 +172,12 @@ def test_placements_of_experts(case: Case, served: tuple[Path, dict[str, Any]], 
 @pytest.mark.parametrize("case", HYBRID, ids=str)
 def test_models_with_slots(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
     check(case, served, pool, uneven=True)
+
+
+@pytest.mark.parametrize("served", [f"{kind}-bfloat16" for kind in SERVED], indirect=True)
+@pytest.mark.parametrize("case", QUANTISED, ids=str)
+def test_quantised(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
+    check(case, served, pool)
 
 
 @pytest.mark.parametrize("served", ["gqa-bfloat16"], indirect=True)

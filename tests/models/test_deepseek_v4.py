@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import VOCAB_SIZE, add_v4_drafts, edit_config, edit_tensors, make_checkpoint, publish_v4
-from tests.quantised import E8M0, fp8_blocks
+from tests.quantised import publish_codes
 from tests.rank import Rank
 
 from moeyard_kernels.cpu.backend import CpuBackend
@@ -74,40 +74,6 @@ def test_published_names_and_settings(tmp_path: Path, seed: int) -> None:
     found = greedy_tokens(local_runner(directory, dtype=torch.float32, num_pages=10), prompt, 6)
     assert found[0] == expected[0]
     assert torch.equal(found[1], expected[1])
-
-
-FP8 = (".wq_a", ".wq_b", ".wkv", ".wo_a", ".wo_b", ".w1", ".w2", ".w3", ".main_proj")
-
-
-def publish_codes(directory: Path) -> dict[str, torch.Tensor]:
-    """Store a published bfloat16 checkpoint as releases are: fp8 in blocks, e2m1 experts, scales of powers of two.
-
-    Returns the tensors that the codes stand for, as drawn before they are packed.
-    """
-    path = directory / "model.safetensors"
-    generator = torch.Generator().manual_seed(1)
-    plain, stored = load_file(path), {}
-    e2m1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    for key, value in sorted(plain.items()):
-        at = key.removesuffix(".weight")
-        if ".experts." in key:
-            rows, columns = value.shape
-            codes = torch.randint(16, (rows, columns), generator=generator)
-            exponents = torch.randint(121, 124, (rows, columns // 32), generator=generator)
-            stored[key] = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
-            stored[f"{at}.scale"] = exponents.to(torch.uint8).view(torch.float8_e8m0fnu)
-            signed = torch.where(codes >= 8, -e2m1[codes % 8], e2m1[codes % 8])
-            plain[key] = (signed * torch.exp2(exponents - 127.0).repeat_interleave(32, 1)).bfloat16()
-        elif at.endswith(FP8) and "compressor" not in at:
-            tensors, plain[key] = fp8_blocks(16, E8M0, exponents=True)(value, generator)
-            stored |= {key: tensors[".weight"], f"{at}.scale": tensors[".weight_scale_inv"]}
-        else:
-            stored[key] = value
-    save_file(stored, path, metadata={"format": "pt"})
-    settings = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [16, 16]}
-    settings |= {"activation_scheme": "dynamic"}
-    edit_config(directory, quantization_config=settings, expert_dtype="fp4", dtype="bfloat16")
-    return plain
 
 
 def test_released_codes(tmp_path: Path) -> None:
