@@ -64,8 +64,10 @@ def kill(fleet: Fleet, rank: int) -> None:
         ("mla", {"async_scheduling": True, "expert_slots": 4}),
         ("hybrid", {"prefill_chunk": 64}),
         ("hybrid_drafts", {"prefill_chunk": 64, "speculate": "mtp", "draft_tokens": 2}),
+        ("int4", {}),
+        ("fp4", {"prefill_chunk": 128}),
     ],
-    ids=["plain", "deep", "hybrid", "hybrid_drafts"],
+    ids=["plain", "deep", "hybrid", "hybrid_drafts", "int4", "fp4"],
 )
 def test_answers_stay_the_same_when_ranks_are_lost(
     processes: ProcessPool, checkpoints: dict[str, Path], kind: str, options: dict[str, Any]

@@ -27,17 +27,23 @@ def submit_requests(fleet: Fleet, tokens: int) -> Client:
 
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"async_scheduling": True, "expert_slots": 4}, {"exchange": "zmq-tcp", "expert_policy": "lru"}],
-    ids=["plain", "deep", "tcp"],
+    ("kind", "options"),
+    [
+        ("mla", {}),
+        ("mla", {"async_scheduling": True, "expert_slots": 4}),
+        ("mla", {"exchange": "zmq-tcp", "expert_policy": "lru"}),
+        ("fp8", {}),
+        ("int4", {"expert_slots": 4}),
+        ("fp4", {"prefill_chunk": 128}),
+    ],
+    ids=["plain", "deep", "tcp", "fp8", "int4", "fp4"],
 )
 def test_survivors_take_over_and_give_back(
-    processes: ProcessPool, checkpoints: dict[str, Path], options: dict[str, Any]
+    processes: ProcessPool, checkpoints: dict[str, Path], kind: str, options: dict[str, Any]
 ) -> None:
     """One rank is lost, then a second one while the first is away. Both come back while requests run."""
-    config = engine_config(
-        checkpoints["mla"], num_workers=RANKS, step_deadline=DEADLINE, prefill_chunk=16, **ROUTED, **options
-    )
+    options = {"prefill_chunk": 16, **options}
+    config = engine_config(checkpoints[kind], num_workers=RANKS, step_deadline=DEADLINE, **ROUTED, **options)
     with start_fleet(processes, config) as fleet:
         client = fleet.client
         submit_all(fleet)
