@@ -34,12 +34,22 @@ class Candidate:
     marks: tuple[pytest.MarkDecorator, ...] = ()
 
 
-def serve(backend: Backend, checkpoint: Path, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
-    """Greedy answers without end tokens: one step prefills all prompts, then each step decodes a row of each."""
+def serve(
+    backend: Backend, checkpoint: Path, prompts: list[list[int]], num_tokens: int, gguf: Path | None = None
+) -> list[Answer]:
+    """Greedy answers without end tokens: one step prefills all prompts, then each step decodes a row of each.
+
+    gguf: a file with the weights of the model that `checkpoint` describes.
+    """
     page_size = backend.page_size
     size = -(-(max(map(len, prompts)) + num_tokens) // page_size)
     runner = local_runner(
-        checkpoint, dtype=torch.float32, num_pages=size * len(prompts), page_size=page_size, backend=backend
+        checkpoint,
+        dtype=torch.float32,
+        num_pages=size * len(prompts),
+        page_size=page_size,
+        backend=backend,
+        gguf=None if gguf is None else str(gguf),
     )
     pages = [tuple(range(i * size, (i + 1) * size)) for i in range(len(prompts))]
     answers = [Answer([], []) for _ in prompts]

@@ -1,4 +1,4 @@
-"""Every backend gives the answers of transformers (capture.py) to 20 held-out prompts of the demo model."""
+"""Every backend gives the answers of transformers (capture.py) to held-out prompts of the demo model and its forms."""
 
 import hashlib
 import json
@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.golden.backends import CANDIDATES, Answer, serve
+from tests.golden.backends import CANDIDATES, Answer, Candidate, serve
+from tests.golden.capture import FORMS, NUM_FORM_PROMPTS, quantised
+
+from moeyard.local.gguf_description import gguf_description
 
 HERE = Path(__file__).resolve().parent
 DEMO = HERE.parents[1] / "deploy" / "demo"
@@ -26,12 +29,11 @@ def test_captures_match_the_model_files(golden: dict[str, Any]) -> None:
     assert [(len(r["prompt"]), len(r["ids"]), len(r["logprobs"])) for r in rows] == [(65, 64, 64)] * 20
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=each.marks) for name, each in CANDIDATES.items()])
-def test_answers_equal_those_of_transformers(golden: dict[str, Any], name: str) -> None:
-    """All tokens are equal, and log-probabilities are within the tolerance of the backend."""
-    candidate = CANDIDATES[name]
-    expected = [Answer(row["ids"], row["logprobs"]) for row in golden["answers"]]
-    answers = serve(candidate.make(PAGE_SIZE), DEMO, [row["prompt"] for row in golden["answers"]], len(expected[0].ids))
+def check(candidate: Candidate, rows: list[dict[str, Any]], checkpoint: Path, gguf: Path | None = None) -> None:
+    """Compare all tokens, and log-probabilities within the tolerance of the backend."""
+    expected = [Answer(row["ids"], row["logprobs"]) for row in rows]
+    prompts = [row["prompt"] for row in rows]
+    answers = serve(candidate.make(PAGE_SIZE), checkpoint, prompts, len(expected[0].ids), gguf)
     assert [answer.ids for answer in answers] == [answer.ids for answer in expected]
     differences = [
         abs(ours - theirs)
@@ -39,3 +41,28 @@ def test_answers_equal_those_of_transformers(golden: dict[str, Any], name: str) 
         for ours, theirs in zip(answer.logprobs, other.logprobs, strict=True)
     ]
     assert max(differences) <= candidate.tolerance
+
+
+NAMES = [pytest.param(name, marks=each.marks) for name, each in CANDIDATES.items()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_answers_equal_those_of_transformers(golden: dict[str, Any], name: str) -> None:
+    check(CANDIDATES[name], golden["answers"], DEMO)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_of_a_form_equal_those_of_transformers(
+    golden: dict[str, Any], form: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`moeyard quantize` writes the same codes as before, and they are read as before."""
+    captured = json.loads((HERE / f"{form}.json").read_text())
+    assert captured["provenance"]["model"] == golden["provenance"]["model"]
+    assert len(captured["answers"]) == NUM_FORM_PROMPTS
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model = quantised(form, tmp_path)
+    if model.is_file():
+        check(CANDIDATES[name], captured["answers"], gguf_description(model, config=None, tokenizer=None), model)
+    else:
+        check(CANDIDATES[name], captured["answers"], model)
