@@ -11,6 +11,7 @@ from tests.checkpoints import DEMO
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.types.matrix import blob_views, dequantize
 from moeyard_worker.checkpoint.dummy import DummyWeights
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.shapes import SHAPES, served_model, shape_config, shape_model
@@ -62,6 +63,16 @@ def test_demo_shape_is_the_bundled_model() -> None:
     ours, theirs = shape_model("moeyard-demo"), load_model_config(DEMO)
     assert ours.attention == theirs.attention
     assert ours.gate == theirs.gate
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_int4_is_for_routed_experts_only(name: str) -> None:
+    model = shape_model(name, 4, "int4-g32")
+    assert isinstance(model.weights, QuantizedFormat)
+    spec = model_spec(model.with_drafts() if model.num_mtp_layers else model, ())
+    for part in spec.parts():
+        quantised = model.weights.promised(part.key.removesuffix(".weight")) is not None
+        assert quantised == (".experts." in part.key), part.key
 
 
 @pytest.mark.parametrize("layers", [0, -1, 95])

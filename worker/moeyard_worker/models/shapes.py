@@ -25,10 +25,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 # Quantisation settings as published checkpoints have them: fp8 of DeepSeek-V3, int4 of the experts of Kimi-K2.5, fp8
 # with fp4 of the experts of DeepSeek-V4.
 _INT4 = MappingProxyType({"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"})
-_IGNORED = (
-    *("lm_head", "re:.*self_attn.*", "re:.*linear_attn.*", "re:.*shared_expert.*"),
-    r"re:.*layers\.[0-9]*\.mlp\.[a-z_]*$",
-)
+# Every module but routed experts, whatever a family calls it. vLLM also asks for all experts of a layer: "...experts".
+_IGNORED = (r"re:(?!.*\.experts).*",)
 WRITTEN = ("fp8", "int4-g32", "int4-g128")
 # Shapes whose fp8 checkpoints store bf16 scales. config.json does not say so.
 _BF16_SCALES = ("Qwen", "moeyard-demo")
