@@ -11,8 +11,8 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from tests.checkpoints import add_drafts, edit_config, edit_tensors, make_checkpoint, write_tokenizer
-from tests.quantised import PLAIN, SMALL, make_pair, quantise
+from tests.checkpoints import FAMILIES, add_drafts, edit_config, edit_tensors, make_checkpoint, write_tokenizer
+from tests.quantised import PLAIN, SMALL, make_pair, make_served, quantise
 
 from moeyard_kernels.types.matrix import dequantize
 from moeyard_kernels.types.weight_form import WeightForm, fp8_form, int4_form
@@ -22,6 +22,7 @@ from moeyard_worker.checkpoint.loading import open_checkpoint
 from moeyard_worker.checkpoint.quantizing import quantize
 from moeyard_worker.checkpoint.writing import NewCheckpoint
 from moeyard_worker.config.checkpoint_error import CheckpointError
+from moeyard_worker.engine.assembly.verify import verify
 from moeyard_worker.models.families import load_model_config
 
 # The experts of a layer of multi-token prediction.
@@ -58,7 +59,7 @@ def written(new: NewCheckpoint, out: Path) -> Path:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "kimi_k25", "mixtral"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", SMALL)
 def test_dequantized_is_the_bfloat16_checkpoint(layout: str, family: str, tmp_path: Path) -> None:
     quantised, plain = make_pair(partial(make, family), tmp_path, layout, excluded=(*PLAIN, "visual", "vision_tower"))
@@ -69,6 +70,18 @@ def test_dequantized_is_the_bfloat16_checkpoint(layout: str, family: str, tmp_pa
     assert config["dtype"] == "bfloat16"
     assert not [key for key in config if "quant" in key]
     assert load_model_config(out) == load_model_config(plain)
+
+
+def test_dequantized_ids_of_experts_stay_integers(tmp_path: Path) -> None:
+    """bfloat16 does not hold all numbers above 256."""
+    kinds = {
+        "layer_types": ["sliding_attention", "compressed_sparse_attention"],
+        "mlp_layer_types": ["hash_moe", "moe"],
+    }
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "n_routed_experts": 384, "num_hidden_layers": 2}
+    quantised, plain = make_served("fp4", tmp_path, **sizes, **kinds)
+    check_equal(tensors(written(dequantized(quantised), tmp_path / "out")), tensors(plain))
+    assert verify(quantised) == 0
 
 
 @pytest.fixture
@@ -170,17 +183,23 @@ def rounded(plain: dict[str, torch.Tensor], names: str, form: WeightForm) -> dic
     }
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "kimi_k25", "mixtral"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", ["fp8", "int4-g32"])
 def test_quantized_holds_the_nearest_codes(name: str, family: str, tmp_path: Path) -> None:
     plain = make(family, tmp_path / "plain")
     out = written(quantized(plain, name), tmp_path / "out")
-    projections = r"(self_attn|mlp|block_sparse_moe)\..*(_proj(_with_mqa)?|w[123])\.weight$"
+    projections = (
+        r"\b(self_attn|attn|mlp|ffn|block_sparse_moe)\.(?!.*(compressor|weights_proj|\bb_proj|[fg]_[ab]_proj))"
+        r".*(_proj(_with_mqa)?|w[123]|wq_[ab]|wkv|wo_[ab])\.weight$"
+    )
     names = r"experts\.\d+\." if name.startswith("int4") else projections
     wanted = {key: value for key, value in tensors(plain).items() if key != "mtp.fc.weight"}
     back = written(dequantized(out), tmp_path / "back")
     check_equal(tensors(back), rounded(wanted, names, FORMS[name]))
     assert len(tensors(out)) > len(wanted)
+    packed = [key for key in tensors(out) if key.endswith(".weight_packed")]
+    assert bool(packed) == name.startswith("int4")
+    assert all(".experts." in key for key in packed)
     with pytest.raises(CheckpointError, match="is quantised already"):
         quantized(out, name)
 

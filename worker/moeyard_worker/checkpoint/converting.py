@@ -56,7 +56,7 @@ def dequantized(directory: Path | str, gguf: str | None = None) -> NewCheckpoint
         slices.setdefault(part.key, []).append(part)
     pieces = []
     for key, parts in slices.items():
-        coded = any(entries[each].dtype not in _FLOATS for each in spec.stored(parts[:1]))
+        coded = not parts[0].ids and any(entries[each].dtype not in _FLOATS for each in spec.stored(parts[:1]))
         if type(spec.scheme(parts[0])) is PlainScheme and not coded:
             pieces.append(_copy(checkpoint, reader, key))
             continue
