@@ -3,6 +3,7 @@
 Both sides load the same directory; ours runs on one rank over the local exchange. transformers is an extra dependency.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from moeyard_worker.checkpoint.converting import dequantized, is_quantized
+from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.fields import read_json
 from moeyard_worker.engine.assembly.local import PAGE_SIZE, greedy_tokens, local_runner
 from moeyard_worker.engine.steps.runner import Runner
@@ -85,7 +87,7 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype, g
     """Load the checkpoint as a transformers model for inference.
 
     transformers gets the values of quantised weights, because its own decoder of fp8 is wrong for partial blocks, and
-    it reads few families from a GGUF file.
+    it reads few families from a GGUF file. Raises CheckpointError naming the tensors that transformers does not find.
     """
     transformers.utils.logging.disable_progress_bar()
     model_class = getattr(transformers, FAMILIES[family].reference)
@@ -102,17 +104,20 @@ def reference_model(directory: Path | str, family: str, *, dtype: torch.dtype, g
     # transformers ignores multi-token prediction at DeepSeek-V3's layer number, 61, and warns of it at any other.
     first, count = config.num_hidden_layers, getattr(config, "num_mtp_layers", None) or 0
     ignored = [rf"model\.layers\.{i}\..*" for i in range(first, first + count)]
+    ignored += [f"^{re.escape(prefix)}" for prefix, _ in FAMILIES[family].names.skipped]
     known = model_class._keys_to_ignore_on_load_unexpected or []
     quiet: Any = type(model_class.__name__, (model_class,), {"_keys_to_ignore_on_load_unexpected": known + ignored})
     # The tensors of a text model that is part of another model are found only by this mapping.
-    mapping = {r"^model\.language_model\.": "model."} if FAMILIES[family].text_config else None
-    options: dict[str, Any] = {"dtype": dtype, "key_mapping": mapping, "local_files_only": True}
-    if new is None:
-        return quiet.from_pretrained(directory, config=config, **options).eval()
-    values: dict[str, torch.Tensor] = {}
-    for piece in new.pieces:
-        values.update(piece.make())
-    return quiet.from_pretrained(None, config=config, state_dict=values, **options).eval()
+    parts = {r"^model\.language_model\.": "model.", r"^language_model\.": ""}
+    options: dict[str, Any] = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
+    options["key_mapping"] = parts if FAMILIES[family].text_config else None
+    if new is not None:
+        options["state_dict"] = {key: value for piece in new.pieces for key, value in piece.make().items()}
+    model, report = quiet.from_pretrained(directory if new is None else None, config=config, **options)
+    if missing := sorted(report["missing_keys"]):
+        # transformers gives them random values.
+        raise CheckpointError(f"{gguf or directory}: transformers does not find {', '.join(missing):.200}")
+    return model.eval()
 
 
 def verify(directory: Path | str, *, dtype: str = "float32", gguf: str | None = None) -> int:
