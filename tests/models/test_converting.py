@@ -1,10 +1,15 @@
 """Conversions of checkpoints: what is written, runs that are continued, and refusals."""
 
+import errno
 import json
+import os
 import re
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +21,7 @@ from tests.quantised import PLAIN, SMALL, make_pair, make_served, quantise
 
 from moeyard_kernels.types.matrix import dequantize
 from moeyard_kernels.types.weight_form import WeightForm, fp8_form, int4_form
-from moeyard_worker.checkpoint import writing
+from moeyard_worker.checkpoint import reading, writing
 from moeyard_worker.checkpoint.converting import dequantized, quantized
 from moeyard_worker.checkpoint.loading import open_checkpoint
 from moeyard_worker.checkpoint.quantizing import quantize
@@ -232,6 +237,80 @@ def test_full_disk(
     if name is not None:
         (partial / name).unlink()
     written(new(), tmp_path / "out")
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Let the operating system refuse to write larger files, with a part of the last write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def fail_with(number: int) -> Callable[..., None]:
+    """Return a function that fails with an error of the operating system."""
+
+    def fail(*args: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def refusal(partial: Path, reason: str) -> str:
+    """Return the pattern of the whole message."""
+    return f"^{re.escape(str(partial))}: {reason} and run the command again, which keeps the files that are whole$"
+
+
+def test_other_errors_of_writing_are_named(
+    new: Callable[[], NewCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    with largest_file(50_000), pytest.raises(ValueError, match=refusal(partial, "File too large; remove the cause")):
+        new().write(out, lambda num_bytes: None)
+    for number, reason in ((errno.EDQUOT, "Disk quota exceeded"), (errno.EIO, "Input/output error")):
+        with monkeypatch.context() as patch:
+            patch.setattr(writing.os, "fsync", fail_with(number))
+            with pytest.raises(ValueError, match=refusal(partial, f"{reason}; remove the cause")):
+                new().write(out, lambda num_bytes: None)
+    written(new(), out)
+
+
+def test_errors_of_reading_name_the_source(
+    new: Callable[[], NewCheckpoint], qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = new()
+    monkeypatch.setattr(reading.os, "preadv", fail_with(errno.EIO))
+    with pytest.raises(CheckpointError, match=rf"^{qwen}/model.safetensors: Input/output error while reading model\."):
+        whole.write(tmp_path / "out", lambda num_bytes: None)
+
+
+def test_bytes_of_unfinished_files_count_as_free(
+    new: Callable[[], NewCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process leaves a file of safetensors, and a failed one a shard without its name."""
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.os, "fsync", fail_with(errno.EIO))
+        with pytest.raises(ValueError, match="Input/output error"):
+            new().write(out, lambda num_bytes: None)
+    assert [file.stem for file in partial.glob("*.tmp")] == ["model-00001-of-00005"]
+    (partial / ".tmpAbCdEf").write_bytes(b"half")
+    limit_disk(monkeypatch, new().num_bytes)
+    written(new(), out)
+    assert not [file.name for file in out.iterdir() if ".tmp" in file.name]
+
+
+def limit_disk(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    """Let a disk have room for `num_bytes` in weight files."""
+
+    def usage(path: Path) -> Any:
+        used = sum(file.stat().st_size for file in path.iterdir() if file.suffix != ".json")
+        return writing.shutil._ntuple_diskusage(num_bytes, used, num_bytes - used)
+
+    monkeypatch.setattr(writing.shutil, "disk_usage", usage)
 
 
 def test_sizes_of_groups_and_partial_blocks(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`moeyard quantize --to q8_0`: the file is that of llama.cpp's converter, and it serves without further flags."""
 
+import errno
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.checkpoints import DEMO, MLA, edit_config, edit_tensors, make_checkpoint
+from tests.models.test_converting import fail_with, largest_file, limit_disk, refusal
 from tests.models.test_gguf_metadata import CASES, ORIGINALS, original, texts
 from tests.rank import Rank
 
@@ -177,6 +179,26 @@ def test_values_that_have_no_codes_are_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=rf"{key} holds values that .* cannot be written as Q8_0"):
             write(directory, tmp_path / f"out{number}")
         assert not (tmp_path / f"out{number}").exists()
+
+
+def test_errors_of_writing_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, partial = make(tmp_path, "qwen3_moe"), tmp_path / "out.partial"
+    with largest_file(300_000), pytest.raises(ValueError, match=refusal(partial, "File too large; remove the cause")):
+        write(directory, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.os, "fsync", fail_with(errno.ENOSPC))
+        with pytest.raises(ValueError, match=refusal(partial, "the disk is full; make room")):
+            write(directory, tmp_path / "out")
+
+
+def test_bytes_of_an_interrupted_run_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = make(tmp_path, "qwen3_moe")
+    with largest_file(300_000), pytest.raises(ValueError, match="File too large"):
+        write(directory, tmp_path / "out")
+    assert (tmp_path / "out.partial" / "out.gguf").stat().st_size == 300_000
+    limit_disk(monkeypatch, writing.q8_0(directory, None, {}).num_bytes)
+    write(directory, tmp_path / "out")
 
 
 def test_a_tokenizer_without_a_gguf_form_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

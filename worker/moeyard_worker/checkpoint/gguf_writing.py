@@ -90,8 +90,10 @@ class NewGguf:
         Raises ValueError if `out` exists, and CheckpointError for values that have no codes.
         """
         with new_directory(out, {"source": self.identity, "to": "q8_0"}) as directory:
-            check_space(directory, self.num_bytes)
             path = directory / f"{out.name}.gguf"
+            # An interrupted run's file is written again, so its bytes count as free.
+            path.unlink(missing_ok=True)
+            check_space(directory, self.num_bytes)
             with closing(gguf.GGUFWriter(path, self.architecture)) as writer:
                 self._write(writer, {**self.keys, "general.name": out.name}, progress)
             with path.open("rb") as file:
@@ -107,8 +109,13 @@ class NewGguf:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
+        assert writer.fout is not None
+        (file,) = writer.fout
+        writer.write_padding(file, file.tell())
         for tensor in self.tensors.values():
-            writer.write_tensor_data(self._make(tensor))
+            # `write_tensor_data` loses the reasons of the operating system for writing too little.
+            file.write(self._make(tensor).data)
+            writer.write_padding(file, tensor.num_bytes)
             progress(tensor.num_bytes)
 
     def _make(self, tensor: _Tensor) -> np.ndarray[Any, Any]:

@@ -168,12 +168,15 @@ def launch_copy(target: torch.Tensor, source: torch.Tensor) -> None:
 def read_exactly(fd: int, entry: TensorEntry, key: str, offset: int, out: torch.Tensor) -> None:
     """Fill `out`, contiguous in host memory, from byte `offset` of the tensor `key` of the open file `fd`.
 
-    Raises CheckpointError naming file and key if the file ends too early.
+    Raises CheckpointError naming file and key if the file ends too early or cannot be read.
     """
     buffer = out.view(torch.uint8).numpy().data
     done = 0
     while done < len(buffer):
-        count = os.preadv(fd, [buffer[done:]], entry.start + offset + done)
+        try:
+            count = os.preadv(fd, [buffer[done:]], entry.start + offset + done)
+        except OSError as error:
+            raise CheckpointError(f"{entry.file}: {error.strerror} while reading {key}") from error
         if count == 0:
             raise CheckpointError(f"{entry.file}: truncated while reading {key}")
         done += count

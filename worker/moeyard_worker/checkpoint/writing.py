@@ -8,6 +8,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -83,6 +84,7 @@ class NewCheckpoint:
         """
         wanted = {"source": self.identity, "config": self.config, "bytes": self.num_bytes}
         with new_directory(out, wanted) as partial:
+            _remove_unfinished(partial)
             shards = self.shards()
             names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
             check_space(
@@ -103,7 +105,7 @@ def new_directory(out: Path, wanted: Mapping[str, Any]) -> Iterator[Path]:
     """Yield the directory OUT.partial to write to. It becomes `out` if the caller raises nothing.
 
     An earlier run's files are in it if that run's `wanted` was equal. Raises ValueError if `out` exists, if
-    OUT.partial belongs to another run, or if the disk becomes full.
+    OUT.partial belongs to another run, or if the operating system refuses to read or write a file.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ValueError(f"{out}: exists already; name a directory that does not exist")
@@ -118,11 +120,18 @@ def new_directory(out: Path, wanted: Mapping[str, Any]) -> Iterator[Path]:
             partial.rename(out)
             (out / _RECORD).unlink()
     except (OSError, SafetensorError) as error:
-        # safetensors only has a text, and `copyfile` names the file that it reads.
-        if getattr(error, "errno", None) != errno.ENOSPC and f"os error {errno.ENOSPC}" not in str(error):
+        # safetensors only has a text.
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(found[1]) if found else getattr(error, "errno", None)
+        if number is None:
             raise
+        # `copyfile` names the file that it reads first.
+        file = getattr(error, "filename2", None) or getattr(error, "filename", None)
+        where, reason = file or partial, f"{os.strerror(number)}; remove the cause"
+        if number == errno.ENOSPC:
+            where, reason = partial, "the disk is full; make room"
         raise ValueError(
-            f"{partial}: the disk is full; make room and run the command again, which keeps the files that are whole"
+            f"{where}: {reason} and run the command again, which keeps the files that are whole"
         ) from error
 
 
@@ -146,6 +155,14 @@ def check_space(directory: Path, needed: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed:
         raise ValueError(f"{directory}: {format_size(needed)} are to be written, but {format_size(free)} are free")
+
+
+def _remove_unfinished(partial: Path) -> None:
+    """Remove shards that an earlier run did not finish, whose bytes then count as free space."""
+    for file in partial.iterdir():
+        # safetensors writes to .tmp?????? before the file gets the name that it is given.
+        if file.suffix == ".tmp" or file.name.startswith(".tmp"):
+            file.unlink()
 
 
 def _write_shard(path: Path, pieces: list[Piece], progress: Callable[[int], None]) -> None:
