@@ -348,7 +348,7 @@ def test_disk_that_is_too_small(real: dict[str, bytes], hub: list[str], monkeypa
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["q-Q4_K_M.gguf"], r"has its weights as GGUF files \(q-Q4_K_M\.gguf\); only safetensors are read"),
+        (["q-Q4_K_M.gguf"], r"has its weights as GGUF files \(q-Q4_K_M\.gguf\); for .* download the file"),
         (["config.json", "tokenizer.json", "q.gguf"], "as GGUF files"),
         (["config.json", "tokenizer.json", "pytorch_model.bin"], "as PyTorch files"),
         (

@@ -15,9 +15,9 @@ ID = "Qwen/Qwen3-30B-A3B"
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("/models/qwen3.gguf", "is a GGUF file; only safetensors are read"),
+        ("/models/qwen3.gguf", "is a GGUF file, which only serve, doctor, verify and dequantize read; name the"),
         ("models/qwen3.Q4_K_M.gguf", "is a GGUF file"),  # like an id
-        ("pytorch_model.bin", "is a PyTorch file"),
+        ("pytorch_model.bin", "is a PyTorch file, which is not read; name the directory or the id"),
         (f"hf.co/{ID}", f"give `{ID}`"),
         (f"https://huggingface.co/{ID}", f"give `{ID}`"),
         (f"HTTPS://HuggingFace.co/{ID}/", f"give `{ID}`"),
@@ -25,7 +25,7 @@ ID = "Qwen/Qwen3-30B-A3B"
         (f"https://huggingface.co/{ID}/tree/v1.0?x=1#files", f"give `{ID} --revision v1.0`"),
         (f"https://huggingface.co/{ID}/blob/abc/config.json", f"give `{ID} --revision abc`"),
         (f"hf://{ID}", f"give `{ID}`"),
-        ("hf.co/unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M", "names GGUF files"),
+        ("hf.co/unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M", "names GGUF files; for serve, doctor, "),
         ("https://huggingface.co/unsloth/Q/resolve/main/q.gguf", "names GGUF files"),
         ("https://huggingface.co/datasets/a/b", "names no model"),
         ("https://example.com/model.gguf", "is a URL"),
@@ -64,7 +64,12 @@ def test_weights_in_other_formats(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert local_directory(args) == str(tmp_path)
     (tmp_path / "model-Q4_K_M.gguf").touch()
-    with pytest.raises(ValueError, match=r"weights as GGUF files \(model-Q4_K_M\.gguf\); only safetensors are read"):
+    (tmp_path / "imatrix.bin").touch()
+    file = tmp_path / "model-Q4_K_M.gguf"
+    with pytest.raises(ValueError, match=rf"as GGUF files \({file.name}\); for serve, .* name the file {file}$"):
+        local_directory(args)
+    file.rename(tmp_path / "model.onnx")
+    with pytest.raises(ValueError, match=r"as PyTorch files \(imatrix\.bin\), which are not read; name the directory"):
         local_directory(args)
     (tmp_path / "model.safetensors").touch()
     assert local_directory(args) == str(tmp_path)

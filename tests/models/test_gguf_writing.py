@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,10 +51,11 @@ def write(directory: Path, out: Path) -> Path:
     """Return the GGUF file of a checkpoint."""
     new = writing.q8_0(directory, read_tokenizer(directory), {"default": "T"})
     done: list[int] = []
-    new.write(out, done.append)
+    file = new.write(out, done.append)
     assert sum(done) == new.num_bytes
-    assert [each.name for each in out.iterdir()] == [f"{out.name}.gguf"]
-    return out / f"{out.name}.gguf"
+    assert list(out.iterdir()) == [file]
+    assert file.name == f"{out.name}.gguf"
+    return file
 
 
 def expected(directory: Path) -> dict[str, tuple[str, bytes]]:
@@ -136,8 +138,8 @@ def test_the_file_serves_with_the_answers_of_its_bfloat16_checkpoint(
     """All commands, without any further flag."""
     directory, out, plain = make(tmp_path, family), tmp_path / "out", tmp_path / "plain"
     assert main(["quantize", str(directory), "--to", "q8_0", "--out", str(out)]) == 0
-    assert "of weights\n" in capsys.readouterr().out
     file = out / "out.gguf"
+    assert re.search(rf"^{file}: .* of weights$", capsys.readouterr().out, re.MULTILINE)
     assert main(["verify", str(file)]) == 0
     assert "agrees with transformers" in capsys.readouterr().out
     assert main(["dequantize", str(file), "--out", str(plain)]) == 0
@@ -148,6 +150,19 @@ def test_the_file_serves_with_the_answers_of_its_bfloat16_checkpoint(
         with Rank(model, expert_slots=3, **options) as rank:
             answers.append(rank.run(requests)[0]["a"].token_ids)
     assert answers[0] == answers[1]
+
+
+def test_the_directory_of_the_file_is_refused_with_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = write(make(tmp_path, "qwen3_moe"), tmp_path / "out")
+    reason = (
+        f"{file.parent} has its weights as GGUF files (out.gguf); for serve, doctor, verify and dequantize name the"
+    )
+    for command in (["serve"], ["verify"], ["dequantize", "--out", str(tmp_path / "plain")]):
+        with pytest.raises(SystemExit):
+            main([*command, str(file.parent)])
+        assert capsys.readouterr().err == f"moeyard: {reason} file {file}\n"
+    assert main(["doctor", str(file.parent)]) == 1
+    assert f"{reason} file {file}\n" in capsys.readouterr().out
 
 
 def test_other_layouts_of_experts_give_the_same_file(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def _write(new: Any, out: str) -> int:
         shown.show(done, total)
 
     try:
-        new.write(directory, progress)
+        written = new.write(directory, progress)
     finally:
         shown.close()
-    print(f"{directory}: {format_size(total)} of weights")
+    print(f"{written}: {format_size(total)} of weights")
     return 0

@@ -16,7 +16,9 @@ _DEMO_PLACES = (
 _HUB_HOSTS = ("huggingface.co", "www.huggingface.co", "hf.co")
 _PART = r"[A-Za-z0-9][\w.-]*"
 _OWN_FORMS = "a MODEL is a directory or an id of the Hugging Face hub, such as Qwen/Qwen3-30B-A3B"
-_ORIGINAL = "only safetensors are read; name the directory or the id of the model that it was made from"
+_ORIGINAL = "name the directory or the id of the model that it was made from"
+_GGUF_READERS = "serve, doctor, verify and dequantize"
+_DOWNLOAD = f"for {_GGUF_READERS} download the file, and name it"
 # Weights in other formats, by the endings of their files.
 _OTHER_FORMATS = MappingProxyType(
     {".gguf": "GGUF", ".ggml": "GGML", ".bin": "PyTorch", ".pt": "PyTorch", ".pth": "PyTorch", ".onnx": "ONNX"}
@@ -100,17 +102,24 @@ def hub_id(model: str | None) -> str | None:
 
 def other_format(where: str, files: Iterable[str]) -> str:
     """Name the format of a directory or repository with weights but no safetensors; "" otherwise."""
-    names = sorted(files)
-    found = [name for name in names if _file_format(name)]
-    if not found or any(name.endswith(".safetensors") for name in names):
+    names = sorted(files, key=lambda name: (_file_format(name) != "GGUF", name))
+    found = next((name for name in names if _file_format(name)), None)
+    if found is None or any(name.endswith(".safetensors") for name in names):
         return ""
-    return f"{where} has its weights as {_file_format(found[0])} files ({found[0]}); {_ORIGINAL}"
+    kind = _file_format(found)
+    text = f"{where} has its weights as {kind} files ({found})"
+    if kind != "GGUF":
+        return f"{text}, which are not read; {_ORIGINAL}"
+    # The files of a repository of the hub are not here.
+    here = Path(where) / found if Path(where).is_dir() else None
+    return f"{text}; {_DOWNLOAD if here is None else f'for {_GGUF_READERS} name the file {here}'}"
 
 
 def foreign_form(model: str, revision: str | None = None) -> str:
     """Explain why `model`, not a directory, names no checkpoint, and what to use; "" for a path that is missing."""
     if (kind := _file_format(model)) and "://" not in model:
-        return f"{model} is a {kind} file; {_ORIGINAL}"
+        readers = f"only {_GGUF_READERS} read" if kind == "GGUF" else "is not read"
+        return f"{model} is a {kind} file, which {readers}; {_ORIGINAL}"
     if Path(model).exists():
         return f"{model} is a file; name the directory that it is in"
     scheme, _, rest = model.rpartition("://")
@@ -128,7 +137,7 @@ def foreign_form(model: str, revision: str | None = None) -> str:
     if "/" not in name or "library/" in name:
         return f"{model} is a name of Ollama's library, whose files are GGUF; {_OWN_FORMS}"
     if sign == ":" and (re.match(r"(?i)(UD-)?(I?Q\d|F16|F32|BF16)", tag) or "gguf" in name.lower()):
-        return f"{model} names a GGUF file by its tag; {_ORIGINAL}"
+        return f"{model} names a GGUF file by its tag; {_DOWNLOAD}"
     return f"{model}: an id has no tag; a branch, tag or commit is --revision: `{name} --revision {tag}`"
 
 
@@ -137,7 +146,7 @@ def _of_hub(model: str, path: str, revision: str | None) -> str:
     parts = [part for part in re.split(r"[?#]", path)[0].split("/") if part]
     name = "/".join(parts[:2])
     if "gguf" in path.lower() or ":" in name:
-        return f"{model} names GGUF files; {_ORIGINAL}"
+        return f"{model} names GGUF files; {_DOWNLOAD}"
     if len(parts) < 2 or parts[0] in ("datasets", "spaces"):
         return f"{model} names no model; {_OWN_FORMS}"
     where = parts[3] if len(parts) > 3 and parts[2] in ("tree", "blob", "resolve") else "main"

@@ -84,10 +84,10 @@ class NewGguf:
         """Bytes of all tensors. The sum of `progress` reaches it."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
-    def write(self, out: Path, progress: Callable[[int], None]) -> None:
-        """Write the file OUT/OUT.gguf. `progress` is called with the bytes of every tensor.
+    def write(self, out: Path, progress: Callable[[int], None]) -> Path:
+        """Write the file OUT/OUT.gguf, and return its path. `progress` is called with the bytes of every tensor.
 
-        Raises ValueError if `out` exists, and CheckpointError for values that have no codes.
+        Raises ValueError if `out` exists or cannot be written, and CheckpointError for values that have no codes.
         """
         with new_directory(out, {"source": self.identity, "to": "q8_0"}) as directory:
             path = directory / f"{out.name}.gguf"
@@ -98,6 +98,7 @@ class NewGguf:
                 self._write(writer, {**self.keys, "general.name": out.name}, progress)
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+        return out / path.name
 
     def _write(self, writer: gguf.GGUFWriter, keys: Mapping[str, Any], progress: Callable[[int], None]) -> None:
         for key, value in keys.items():

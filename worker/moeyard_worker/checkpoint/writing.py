@@ -77,10 +77,11 @@ class NewCheckpoint:
             size += piece.num_bytes
         return found
 
-    def write(self, out: Path, progress: Callable[[int], None]) -> None:
-        """Write the checkpoint to the new directory `out`. `progress` is called with the bytes of every piece.
+    def write(self, out: Path, progress: Callable[[int], None]) -> Path:
+        """Write the checkpoint to the new directory `out`, and return it. `progress` is called with each piece's bytes.
 
-        Raises ValueError if `out` exists, or if OUT.partial does not belong to a run with the same arguments.
+        Raises ValueError if `out` exists or cannot be written, or if OUT.partial does not belong to a run with the same
+        arguments.
         """
         wanted = {"source": self.identity, "config": self.config, "bytes": self.num_bytes}
         with new_directory(out, wanted) as partial:
@@ -98,6 +99,7 @@ class NewCheckpoint:
             _copy_others(self.source, partial)
             _write_json(partial / INDEX_NAME, index)
             _write_json(partial / CONFIG_NAME, self.config)
+        return out
 
 
 @contextmanager
