@@ -89,6 +89,16 @@ def test_dequantized_ids_of_experts_stay_integers(tmp_path: Path) -> None:
     assert verify(quantised) == 0
 
 
+@pytest.mark.parametrize("name", ["fp8", "int4-g32"])
+def test_codes_of_a_release_become_other_codes(name: str, tmp_path: Path) -> None:
+    """DeepSeek-V4's config.json says outside of the quantisation settings that experts are fp4."""
+    released, _ = make_served("fp4", tmp_path, hidden_size=64, moe_intermediate_size=32)
+    plain = written(dequantized(released), tmp_path / "plain")
+    out = written(quantized(plain, name), tmp_path / "out")
+    for directory in (plain, out):
+        assert "expert_dtype" not in json.loads((directory / "config.json").read_text())
+
+
 @pytest.fixture
 def qwen(tmp_path: Path) -> Path:
     return make("qwen3_moe", tmp_path / "qwen")
