@@ -114,11 +114,11 @@ def packed(codes: torch.Tensor, shifts: tuple[int, ...] = tuple(range(0, 32, 4))
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
-def int4_words(group: int, *, zeros: bool = False) -> Any:
-    """Return the quantiser of compressed-tensors' "pack-quantized"."""
+def int4_words(group: int, *, zeros: bool = False, stored_as: torch.dtype = torch.bfloat16) -> Any:
+    """Return the quantiser of compressed-tensors' "pack-quantized", with scales of a dtype."""
 
     def quantise(weight: torch.Tensor, generator: torch.Generator) -> tuple[Tensors, torch.Tensor]:
-        codes, scales, points = draw_int4(weight, generator, group=group, scales=torch.bfloat16, zeros=zeros)
+        codes, scales, points = draw_int4(weight, generator, group=group, scales=stored_as, zeros=zeros)
         stored = {
             ".weight_packed": packed(codes),
             ".weight_scale": scales,
@@ -181,7 +181,11 @@ def _blocks_of_128(stored: torch.dtype, *, exponents: bool = False, **more: Any)
 
 
 _INT4 = MappingProxyType({"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True})
-TILED = ("fp8-128", "fp8-128-bf16", "ct-int4-g32", "awq-g64")
+# The dtype of stored scales, for int4 layouts that only differ in it.
+INT4_SCALES = MappingProxyType(
+    {"ct-int4-g32": torch.bfloat16, "ct-int4-g32-f16": torch.float16, "ct-int4-g32-f32": torch.float32}
+)
+TILED = ("fp8-128", "fp8-128-bf16", "awq-g64", *INT4_SCALES)
 # The dtype of scales in tiles, for fp8 layouts of each dtype of stored scales.
 SCALES = MappingProxyType(
     {"fp8-128": "float32", "fp8-128-f16": "float32"}
@@ -222,7 +226,15 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
         "fp8-128-f16": _blocks_of_128(torch.float16),
         "fp8-128-e8m0": _blocks_of_128(E8M0, exponents=True),
         "fp8-128-ue8m0": _blocks_of_128(torch.float32, exponents=True, scale_fmt="ue8m0"),
-        "ct-int4-g32": Layout(int4_words(32), _compressed("pack-quantized", {**_INT4, "group_size": 32}), "ignore", 32),
+        **{
+            name: Layout(
+                int4_words(32, stored_as=stored),
+                _compressed("pack-quantized", {**_INT4, "group_size": 32}),
+                "ignore",
+                32,
+            )
+            for name, stored in INT4_SCALES.items()
+        },
         "awq-g64": Layout(
             awq(64),
             {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import edit_config, make_checkpoint
-from tests.quantised import LAYOUTS, PLAIN, SCALES, SMALL, TILED, make_pair, quantise
+from tests.quantised import INT4_SCALES, LAYOUTS, PLAIN, SCALES, SMALL, TILED, make_pair, quantise
 from tests.rank import Rank
 
 from moeyard_kernels import ops
@@ -209,6 +209,49 @@ def test_scales_are_bf16_only_if_all_stored_ones_are(wide: Path, tmp_path: Path)
     assert scales_of(gpu_model(wide)) == "float32"
     assert gpu_model(wide) == narrow
     open_checkpoint(wide, narrow)
+
+
+@pytest.mark.parametrize("layout", INT4_SCALES)
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16", "float32"])
+def test_scales_of_int4_codes_have_any_dtype(layout: str, dtype: str | None, tmp_path: Path) -> None:
+    """The headers decide how memory holds them, whatever config.json says of the dtype of the model."""
+    pair = make_pair(
+        partial(make_checkpoint, family="qwen3_moe", hidden_size=128, moe_intermediate_size=128), tmp_path, layout
+    )
+    edit_config(pair[0], dtype=dtype)
+    found, wanted = (loaded(directory) for directory in pair)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    model = gpu_model(pair[0], dtype="bfloat16")
+    assert scales_of(model) == ("bfloat16" if layout == "ct-int4-g32" else "float32")
+    form = model.expert_form("bfloat16")
+    views = blob_views(form, torch.empty(form.blob_bytes, dtype=torch.uint8))
+    checkpoint = open_checkpoint(pair[0], model)
+    CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.bfloat16).fill(1, 3, views)
+    held = torch.cat([dequantize(views.gate_up).flatten(), dequantize(views.down).flatten()])
+    assert torch.equal(held, wanted["1.3"])
+
+
+def test_new_scales_that_tiles_of_int4_codes_cannot_hold_are_refused(wide: Path) -> None:
+    """The weights of the start have BF16 scales, and others have F32 scales. Those that are bf16 values fit."""
+    quantise(wide, "ct-int4-g32")
+    model = gpu_model(wide)
+    form = model.expert_form("bfloat16")
+    views = blob_views(form, torch.empty(form.blob_bytes, dtype=torch.uint8))
+    scales = load_file(wide / "model.safetensors")[f"{EXPERT}.weight_scale"].float()
+
+    def fill() -> None:
+        change(wide, **{f"{EXPERT}.weight_scale": scales})
+        weights = CheckpointWeights(
+            open_checkpoint(wide, model), backend=CpuBackend(page_size=16), dtype=torch.bfloat16
+        )
+        weights.fill(1, 3, views)
+
+    fill()
+    scales[0, 1] = 1.001
+    with pytest.raises(
+        CheckpointError, match=rf"{EXPERT}.weight_scale holds a scale that is no bfloat16 value.*--weights"
+    ):
+        fill()
 
 
 @pytest.mark.parametrize(
@@ -540,11 +583,27 @@ def _group(kind: str, directory: Path) -> dict[str, Any]:
     return {"format": kind, "weights": config["config_groups"]["group_0"]["weights"]}
 
 
-def test_scales_of_the_kv_cache_are_skipped_by_name(qwen: Path) -> None:
-    quantise(qwen, "fp8")
-    change(qwen, **{"model.layers.0.self_attn.k_scale": torch.ones(1)})
+@pytest.mark.parametrize("layout", ["fp8", "ct-int4", "awq"])
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_scales_of_the_kv_cache_are_skipped_by_name(layout: str, prefix: str, qwen: Path) -> None:
+    quantise(qwen, layout)
+    names = ["k_scale", "v_scale", "q_scale", "kv_scale", "prob_output_scale", "k_zero_point", "k_proj.k_scale"]
+    names += [f"{one}_proj.output_scale" for one in "qkv"] + ["v_proj.output_zero_point"]
+    keys = [f"{prefix}model.layers.0.self_attn.{name}" for name in names]
+    change(qwen, **{key: torch.ones(1) for key in keys})
     checkpoint = open_checkpoint(qwen, load_model_config(qwen))
-    assert "KV cache" in checkpoint.skipped["model.layers.0.self_attn.k_scale"]
+    assert {key for key, reason in checkpoint.skipped.items() if "KV cache" in reason} == set(keys)
+    change(qwen, **{"model.layers.0.self_attn.o_proj.output_scale": torch.ones(1)})
+    checkpoint = open_checkpoint(qwen, load_model_config(qwen))
+    assert "activations" in checkpoint.skipped["model.layers.0.self_attn.o_proj.output_scale"]
+
+
+@pytest.mark.parametrize("name", ["kv_scales", "k_scale.weight", "xk_scale"])
+def test_other_unknown_scales_are_refused(name: str, qwen: Path) -> None:
+    quantise(qwen, "fp8")
+    change(qwen, **{f"model.layers.0.self_attn.{name}": torch.ones(1)})
+    with pytest.raises(CheckpointError, match=f"unexpected tensor model.layers.0.self_attn.{name}"):
+        check(qwen)
 
 
 BLOCKS = WeightForm("blocks", (FormPart("codes", "uint8"), FormPart("scales", "float32", 4, 8)))

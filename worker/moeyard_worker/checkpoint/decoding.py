@@ -61,7 +61,8 @@ def fill(out: Matrix, part: Part, scheme: Scheme, read: Read) -> None:
             if out.form.tiled:
                 _check_exponents(scheme.marker(part.key), found.scales)
         case PackedInt4Scheme():
-            found = _packed_int4(part, scheme, read, device)
+            narrow = out.form.tiled and out.scales.dtype == torch.bfloat16
+            found = _packed_int4(part, scheme, read, device, scales="bfloat16" if narrow else "float32")
         case GptqScheme():
             found = _gptq(part, scheme, read, device)
         case AwqScheme():
@@ -134,17 +135,20 @@ def _fp4(part: Part, scheme: Fp4Scheme, read: Read, device: torch.device) -> Mat
     return matrix
 
 
-def _packed_int4(part: Part, scheme: PackedInt4Scheme, read: Read, device: torch.device) -> Matrix:
+def _packed_int4(part: Part, scheme: PackedInt4Scheme, read: Read, device: torch.device, *, scales: str) -> Matrix:
     (rows, columns), at = part.shape, part.key.removesuffix(".weight")
-    scales = "bfloat16" if scheme.scales == "bfloat16" else "float32"
     matrix = Matrix.empty(int4_form(scheme.group, scales=scales, zeros=scheme.zeros), rows, columns, device)
     shape = torch.empty(2, dtype=torch.int64)
     read(f"{at}.weight_shape", shape)
     if shape.tolist() != [rows, columns]:
         raise CheckpointError(f"{at}.weight_shape is {shape.tolist()}, but config.json calls for {[rows, columns]}")
     read(f"{at}.weight_packed", matrix.data)
-    read(f"{at}.weight_scale", matrix.scales)
-    _check_scales(f"{at}.weight_scale", matrix.scales)
+    stored = torch.empty(matrix.scales.shape, device=device)
+    read(f"{at}.weight_scale", stored)
+    _check_scales(f"{at}.weight_scale", stored)
+    matrix.scales.copy_(stored)
+    if not torch.equal(matrix.scales.float(), stored):
+        raise CheckpointError(f"{at}.weight_scale holds a scale that is no bfloat16 value{_ADVICE}")
     if scheme.zeros:
         zeros = torch.empty(-(-rows // 8), matrix.scales.shape[1], dtype=torch.int32, device=device)
         read(f"{at}.weight_zero_point", zeros)

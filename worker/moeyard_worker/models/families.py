@@ -11,9 +11,10 @@ from types import MappingProxyType
 from typing import Any
 
 from moeyard_worker.checkpoint.formats.choose import check_settings_files, choose_format, quantisations
+from moeyard_worker.checkpoint.formats.compressed_tensors import stored_int4_scales
 from moeyard_worker.checkpoint.formats.fp8 import stored_scales
 from moeyard_worker.checkpoint.formats.gguf import GgufFormat, SplitKvScheme
-from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, Scales
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import DTYPE_BYTES
@@ -139,14 +140,14 @@ def with_codes(model: ModelConfig, directory: Path | str | None, *, dense: bool 
     """Return the model whose experts keep their codes in memory.
 
     Their codes become bfloat16 if experts differ, or if no product reads them. `directory` is the checkpoint, None for
-    random weights. Its headers show the scales of e4m3 codes. With `dense` other matrices keep their codes, too, as
+    random weights. Its headers show the dtypes of scales. With `dense` other matrices keep their codes, too, as
     far as products read them.
     """
     weights, family = model.weights, FAMILIES[model.family]
     if not isinstance(weights, QuantizedFormat):
         return model
-    if weights.scales is None:
-        weights = replace(weights, scales="float32" if directory is None else _read_scales(directory))
+    if directory is not None and None in (weights.scales, weights.int4_scales):
+        weights = _with_stored_scales(weights, directory)
     experts = []
     # Only the stored tensors show which names apply, so all of them must promise the same.
     for names in (family.names, *family.other_names):
@@ -158,13 +159,14 @@ def with_codes(model: ModelConfig, directory: Path | str | None, *, dense: bool 
     return replace(model, weights=weights.with_codes(experts, dense=dense, **sizes))
 
 
-def _read_scales(directory: Path | str) -> Scales:
+def _with_stored_scales(weights: QuantizedFormat, directory: Path | str) -> QuantizedFormat:
     try:
         entries = open_index(directory).entries
     except CheckpointError:
         # The weights are not downloaded yet, or `check_weights` reports the error.
-        return "float32"
-    return stored_scales({key: entry.dtype for key, entry in entries.items()})
+        return weights
+    dtypes = {key: entry.dtype for key, entry in entries.items()}
+    return replace(weights, scales=stored_scales(dtypes), int4_scales=stored_int4_scales(dtypes))
 
 
 def _with_defaults(config: Fields, stop: Fields, defaults: dict[str, Any]) -> Fields:

@@ -18,7 +18,8 @@ from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, Quantiz
 from moeyard_worker.config.fields import Fields, shown
 from moeyard_worker.layers.weights import Part
 
-_STORED = MappingProxyType({"bfloat16": "BF16", "float16": "F16", "float32": "F32"})
+# Dtypes of stored scales by their dtype in memory. The first is the one that `converting.py` writes.
+_STORED = MappingProxyType({"bfloat16": ("BF16", "F16", "F32"), "float32": ("F32", "F16", "BF16")})
 _FORMATS = ("pack-quantized", "float-quantized")
 _MAX_GROUPS = 64
 
@@ -29,12 +30,13 @@ class PackedInt4Scheme:
 
     `weight_packed` holds 8 codes of 4 bits per int32 along the columns, the first in the lowest bits. A code is the
     value plus 8. `zeros`: each group has a zero point, packed along the rows. Without them the zero point is 8.
+
+    `scales`: their dtype in memory if no tensors are known. Exporters store them in the dtype of the model.
     """
 
     group: int | None
     zeros: bool = False
-    # The dtype of the model, in which exporters store scales.
-    scales: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    scales: Literal["bfloat16", "float32"] = "bfloat16"
 
     def marker(self, key: str) -> str:
         return key.removesuffix(".weight") + ".weight_packed"
@@ -43,15 +45,14 @@ class PackedInt4Scheme:
         return group_refusal(part, self.group)
 
     def tiles(self, columns: int) -> WeightForm | None:
-        wide = "bfloat16" if self.scales == "bfloat16" else "float32"
-        return group_tiles(self.group, columns, scales=wide, zeros=self.zeros)
+        return group_tiles(self.group, columns, scales=self.scales, zeros=self.zeros)
 
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
         (rows, columns), at = part.shape, part.key.removesuffix(".weight")
         groups = blocks(columns, self.group)
         found = {
             f"{at}.weight_packed": StoredTensor((rows, columns // 8), ("I32",)),
-            f"{at}.weight_scale": StoredTensor((rows, groups), (_STORED[self.scales],)),
+            f"{at}.weight_scale": StoredTensor((rows, groups), _STORED[self.scales]),
             f"{at}.weight_shape": StoredTensor((2,), ("I64", "I32")),
         }
         if self.zeros:
@@ -102,6 +103,12 @@ class CompressedTensorsFormat(QuantizedFormat):
         return None if named is None else named.scheme
 
 
+def stored_int4_scales(dtypes: Mapping[str, str]) -> Literal["bfloat16", "float32"]:
+    """Return the dtype that holds the scales of all int4 codes. `dtypes` are the safetensors dtypes by key."""
+    codes = [key.removesuffix("_packed") for key in dtypes if key.endswith(".weight_packed")]
+    return "bfloat16" if codes and {dtypes.get(f"{key}_scale") for key in codes} == {"BF16"} else "float32"
+
+
 def parse_compressed_tensors(settings: Fields, dtype: str) -> CompressedTensorsFormat:
     """Read the settings of a model of `dtype`. Raises CheckpointError for a variant that is not supported."""
     found = settings.values.get("config_groups")
@@ -118,6 +125,7 @@ def parse_compressed_tensors(settings: Fields, dtype: str) -> CompressedTensorsF
         ignored=module_names(settings, "ignore"),
         groups=groups,
         scales=None if any(isinstance(each.scheme, Fp8Scheme) for each in groups) else "float32",
+        int4_scales=None if any(isinstance(each.scheme, PackedInt4Scheme) for each in groups) else "float32",
     )
 
 
@@ -143,7 +151,7 @@ def _int4(weights: Fields, dtype: str) -> QuantizedScheme:
     weights.require("actorder", ("static", "weight", False), False)
     by_group = weights.require("strategy", ("group", "channel"), "group") == "group"
     group = weights.integer("group_size") if by_group else None
-    scales: Any = dtype if dtype in _STORED else "float32"
+    scales: Literal["bfloat16", "float32"] = "bfloat16" if dtype == "bfloat16" else "float32"
     return PackedInt4Scheme(group, zeros=not weights.boolean("symmetric", True), scales=scales)
 
 

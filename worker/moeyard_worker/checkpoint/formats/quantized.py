@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, Self
 
-from moeyard_kernels.types.weight_form import ExpertForm, WeightForm, fp8_tiles, plain_expert, plain_form
+from moeyard_kernels.types.weight_form import ExpertForm, WeightForm, fp8_tiles, int4_tiles, plain_expert, plain_form
 from moeyard_worker.checkpoint.formats.format import Scheme
 from moeyard_worker.checkpoint.formats.plain import PlainScheme
 from moeyard_worker.config.checkpoint_error import CheckpointError
@@ -31,8 +31,11 @@ _NEVER = re.compile(r"(?:.*\.)?(?:gate|shared_expert_gate|embed_tokens)")
 Scales = Literal["float32", "bfloat16", "ue8m0"]
 # Modules that become bfloat16: the output head, whose product has few rows and many columns.
 _NO_CODES = re.compile(r"(?:^|\.)(?:lm_head|head)\.weight$")
-_KV_SCALES = (".k_scale", ".v_scale", ".k_zero_point", ".v_zero_point", ".q_scale")
-_INPUT_SCALES = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
+# Names of Quark and compressed-tensors, and ".kv_scale" of vLLM's first fp8 checkpoints.
+_KV_SCALES = re.compile(
+    r".*\.(?:[qkv]_scale|kv_scale|prob_output_scale|[kv]_zero_point|[qkv]_proj\.output_(?:scale|zero_point))"
+)
+_ACTIVATION_SCALES = re.compile(r".*\.(?:(?:input|output)_(?:scale|zero_point)|input_global_scale|activation_scale)")
 
 
 class QuantizedScheme(Scheme, Protocol):
@@ -59,8 +62,10 @@ class QuantizedFormat:
     markers: suffixes of the keys that show a quantised matrix, if they replace ".weight" or follow the whole key.
     experts: the schemes of gate and up, and of down, if all experts keep their codes in memory.
     dense: whether other matrices of fp8 codes keep them too, if only `Backend.linear` reads them.
-    scales: kind of the scales of e4m3 codes, None if only the stored tensors show it. Two formats that differ in it
-        alone are equal, because it is no setting.
+    scales: kind of the scales of e4m3 codes, None if only the stored tensors show it.
+    int4_scales: dtype in memory of the scales of int4 codes, None if only the stored tensors show it.
+
+    Two formats that differ in kinds of scales alone are equal, because those are no settings.
     """
 
     file: str
@@ -68,6 +73,7 @@ class QuantizedFormat:
     experts: "tuple[QuantizedScheme, QuantizedScheme] | None" = None
     dense: bool = False
     scales: Scales | None = field(default="float32", compare=False)
+    int4_scales: Literal["float32", "bfloat16"] | None = field(default="float32", compare=False)
 
     @abstractmethod
     def promised(self, module: str) -> QuantizedScheme | None:
@@ -110,9 +116,13 @@ class QuantizedFormat:
     def _tiles(self, scheme: QuantizedScheme, columns: int) -> WeightForm | None:
         """Return the tiled form of matrices with `columns` columns, with the scales of this checkpoint, or None."""
         form = scheme.tiles(columns)
-        if form is None or form.name != "fp8" or self.scales in ("float32", None):
-            return form
-        return fp8_tiles(form.parts[1].rows, form.parts[1].columns, scales="bfloat16")
+        if form is None:
+            return None
+        if form.name == "fp8" and self.scales not in ("float32", None):
+            return fp8_tiles(form.parts[1].rows, form.parts[1].columns, scales="bfloat16")
+        if form.name == "int4" and self.int4_scales is not None:
+            return int4_tiles(form.parts[1].columns, scales=self.int4_scales, zeros=len(form.parts) > 2)
+        return form
 
     def expert_form(self, *, hidden: int, intermediate: int, dtype: str) -> ExpertForm:
         plain = plain_expert(hidden=hidden, intermediate=intermediate, dtype=dtype)
@@ -174,8 +184,8 @@ class QuantizedFormat:
                 raise CheckpointError(f"{self.file}: {module} is quantised (the checkpoint holds {marker}), but {why}")
 
     def skips(self, key: str) -> str | None:
-        if key.endswith(_KV_SCALES):
+        if _KV_SCALES.fullmatch(key):
             return "a scale of the KV cache, which is not quantised"
-        if key.endswith(_INPUT_SCALES):
+        if _ACTIVATION_SCALES.fullmatch(key):
             return "a scale of activations, which are not quantised"
         return None
