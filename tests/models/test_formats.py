@@ -23,7 +23,7 @@ from moeyard_kernels.types.matrix import ExpertViews, Matrix, blob_views, dequan
 from moeyard_kernels.types.weight_form import ExpertForm, FormPart, WeightForm, fp8_tiles, int4_tiles, plain_expert
 from moeyard_worker.checkpoint.formats.compressed_tensors import PackedInt4Scheme
 from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme
-from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint
+from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint, read_through
 from moeyard_worker.checkpoint.quantizing import quantize as quantize_values
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import EngineConfig
@@ -260,9 +260,7 @@ def test_new_scales_that_tiles_of_int4_codes_cannot_hold_are_refused(wide: Path)
         ("fp8-128-bf16", 0x7E, 127.5, None),
         ("fp8-128-bf16", 0x7E, 128.0, "weight_scale_inv holds a scale that is no bfloat16 value below 128"),
         ("fp8-128-ue8m0", 0x7E, 1.001, "weight_scale_inv holds a scale that is no bfloat16 value below 128"),
-        ("fp8-128-bf16", 0x7F, 1.0, "weight: an e4m3 code is NaN"),
-        ("fp8-128-e8m0", 0xFF, 1.0, "weight: an e4m3 code is NaN"),
-        ("fp8-128", 0xFF, 129.1, None),
+        ("fp8-128", 0xFE, 129.1, None),
     ],
 )
 def test_values_that_tiles_cannot_hold_are_refused_by_name(
@@ -283,14 +281,35 @@ def test_values_that_tiles_cannot_hold_are_refused_by_name(
         CheckpointWeights(checkpoint, backend=CpuBackend(page_size=16), dtype=torch.bfloat16).fill(1, 3, views)
         return dequantize(views.up)
 
-    torch.testing.assert_close(up(gpu_model(wide, weights="bfloat16")), wanted, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(up(gpu_model(wide, weights="bfloat16")), wanted)
     if message is None:
-        torch.testing.assert_close(up(gpu_model(wide)), wanted, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(up(gpu_model(wide)), wanted)
     else:
         with pytest.raises(
-            CheckpointError, match=rf"{EXPERT}.{message}.* serve the checkpoint with --weights bfloat16"
+            CheckpointError,
+            match=rf"{wide}/model.safetensors: {EXPERT}.{message}.* serve the checkpoint with --weights bfloat16",
         ):
             up(gpu_model(wide))
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if "fp8" in name])
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+def test_codes_that_are_nan_are_refused_by_name(layout: str, code: int, wide: Path) -> None:
+    """In matrices that become bfloat16, and in experts and dense matrices that keep their codes."""
+    quantise(wide, layout)
+    path = wide / "model.safetensors"
+    for key in (f"{EXPERT}.weight", "model.layers.0.self_attn.o_proj.weight"):
+        before = load_file(path)[key]
+        codes = before.clone()
+        codes.view(torch.uint8)[-1, 9] = code
+        change(wide, **{key: codes})
+        for weights in ("bfloat16", "codes"):
+            checkpoint = open_checkpoint(wide, gpu_model(wide, weights=weights))
+            experts = [(1, 3)] if "experts" in key else []
+            with pytest.raises(CheckpointError, match=f"^{path}: {key} holds a code that is NaN"):
+                read_through(checkpoint, torch.bfloat16, experts)
+        change(wide, **{key: before})
+    read_through(open_checkpoint(wide, gpu_model(wide)), torch.bfloat16, [(1, 3)])
 
 
 @pytest.mark.parametrize("layer", [2, 3], ids=["layer", "draft layer"])
@@ -476,19 +495,24 @@ def test_a_quantised_router_gate_is_refused(layout: str, qwen: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), float("inf")])
-def test_unusable_scales_are_refused_by_name(value: float, qwen: Path) -> None:
-    quantise(qwen, "fp8")
-    scales = load_file(qwen / "model.safetensors")[f"{EXPERT}.weight_scale_inv"]
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [("fp8", "weight_scale_inv"), ("ct-fp8", "weight_scale"), ("ct-int4", "weight_scale"), ("awq", "scales")],
+)
+def test_unusable_scales_are_refused_by_name(layout: str, name: str, value: float, qwen: Path) -> None:
+    quantise(qwen, layout)
+    scales = load_file(qwen / "model.safetensors")[f"{EXPERT}.{name}"]
     scales[0, -1] = value
-    change(qwen, **{f"{EXPERT}.weight_scale_inv": scales})
-    with pytest.raises(CheckpointError, match=rf"{EXPERT}.weight_scale_inv holds a scale that is 0 or not finite"):
+    change(qwen, **{f"{EXPERT}.{name}": scales})
+    file = qwen / "model.safetensors"
+    with pytest.raises(CheckpointError, match=f"^{file}: {EXPERT}.{name} holds a scale that is 0 or not finite"):
         loaded(qwen)
 
 
 def test_a_packed_shape_that_disagrees_is_refused(qwen: Path) -> None:
     quantise(qwen, "ct-int4")
     change(qwen, **{f"{EXPERT}.weight_shape": torch.tensor([32, 128])})
-    with pytest.raises(CheckpointError, match=rf"{EXPERT}.weight_shape is \[32, 128\]"):
+    with pytest.raises(CheckpointError, match=rf"model.safetensors: {EXPERT}.weight_shape is \[32, 128\]"):
         loaded(qwen)
 
 
@@ -499,7 +523,15 @@ def test_a_packed_shape_that_disagrees_is_refused(qwen: Path) -> None:
 def test_a_wrong_group_index_is_refused(index: torch.Tensor, message: str, qwen: Path) -> None:
     quantise(qwen, "gptq")
     change(qwen, **{f"{EXPERT}.g_idx": index})
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=f"model.safetensors: {EXPERT}.g_idx {message}"):
+        loaded(qwen)
+
+
+def test_zero_points_of_symmetric_codes_are_8(qwen: Path) -> None:
+    quantise(qwen, "gptq")
+    zeros = load_file(qwen / "model.safetensors")[f"{EXPERT}.qzeros"]
+    change(qwen, **{f"{EXPERT}.qzeros": zeros + 1})
+    with pytest.raises(CheckpointError, match=f"model.safetensors: {EXPERT}.qzeros holds zero points other than 8"):
         loaded(qwen)
 
 

@@ -4,6 +4,8 @@ The layouts are described in `formats/`. All of them become `fp8_form` or `int4_
 defines. A matrix in memory then holds those codes in tiles, or their bfloat16 values.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -15,6 +17,7 @@ from moeyard_kernels.types.matrix import (
     Matrix,
     dequantize,
     fit_bf16_tiles,
+    holds_nan,
     pack_codes,
     tile_,
     unpack_codes,
@@ -25,12 +28,21 @@ from moeyard_worker.checkpoint.formats.format import Scheme
 from moeyard_worker.checkpoint.formats.fp8 import FP4_GROUP, Fp4Scheme, Fp8Scheme
 from moeyard_worker.checkpoint.formats.gguf import PairedScheme, SplitKvScheme
 from moeyard_worker.checkpoint.formats.gptq import AwqScheme, GptqScheme
+from moeyard_worker.checkpoint.index import TensorEntry
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.layers.weights import Part, num_elements
 
 # The bits at which AWQ stores row i of 8 rows.
 _AWQ_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 _ADVICE = ", so its codes cannot stay in GPU memory; serve the checkpoint with --weights bfloat16"
+
+
+class TensorError(CheckpointError):
+    """The stored values of the tensor `key` cannot be served."""
+
+    def __init__(self, key: str, why: str) -> None:
+        super().__init__(f"{key} {why}")
+        self.key = key
 
 
 class Read(Protocol):
@@ -44,12 +56,23 @@ class Read(Protocol):
         ...
 
 
-def fill(out: Matrix, part: Part, scheme: Scheme, read: Read) -> None:
+def fill(
+    out: Matrix, part: Part, scheme: Scheme, read: Read, entries: Mapping[str, TensorEntry] = MappingProxyType({})
+) -> None:
     """Write `part`, stored as `scheme` says, into `out`, a matrix of its rows.
 
-    Raises CheckpointError naming the tensor for scales that are not finite or 0, for a stored shape that differs, and
-    for scales or codes that the form of `out` cannot hold.
+    Raises CheckpointError naming the tensor, and its file if it is among `entries`: for codes that are NaN, scales that
+    are not finite or 0, a stored shape that differs, and scales that the form of `out` cannot hold.
     """
+    try:
+        _fill(out, part, scheme, read)
+    except TensorError as error:
+        if error.key not in entries:
+            raise
+        raise CheckpointError(f"{entries[error.key].file}: {error}") from error
+
+
+def _fill(out: Matrix, part: Part, scheme: Scheme, read: Read) -> None:
     device = out.data.device
     match scheme:
         case Fp8Scheme():
@@ -94,7 +117,7 @@ def store(out: Matrix, found: Matrix, part: Part) -> None:
     try:
         tile_(out, found)
     except ValueError as error:
-        raise CheckpointError(f"{part.key}: {error}{_ADVICE}") from error
+        raise TensorError(part.key, f"cannot be tiled: {error}{_ADVICE}") from error
 
 
 def _regroup(rows: torch.Tensor, part: Part) -> torch.Tensor:
@@ -119,6 +142,8 @@ def _fp8(part: Part, scheme: Fp8Scheme, read: Read, device: torch.device) -> Mat
     matrix = Matrix.empty(fp8_form(scheme.rows or rows, scheme.columns), rows, columns, device)
     codes, scales = matrix.arrays
     read(part.key, codes, part.begin * columns)
+    if holds_nan(codes):
+        raise TensorError(part.key, "holds a code that is NaN; the file is damaged")
     key = scheme.marker(part.key)
     # All matrices of one tensor begin at a block.
     read(key, scales, part.begin // (scheme.rows or rows) * scales.shape[1])
@@ -141,14 +166,14 @@ def _packed_int4(part: Part, scheme: PackedInt4Scheme, read: Read, device: torch
     shape = torch.empty(2, dtype=torch.int64)
     read(f"{at}.weight_shape", shape)
     if shape.tolist() != [rows, columns]:
-        raise CheckpointError(f"{at}.weight_shape is {shape.tolist()}, but config.json calls for {[rows, columns]}")
+        raise TensorError(f"{at}.weight_shape", f"is {shape.tolist()}, but config.json calls for {[rows, columns]}")
     read(f"{at}.weight_packed", matrix.data)
     stored = torch.empty(matrix.scales.shape, device=device)
     read(f"{at}.weight_scale", stored)
     _check_scales(f"{at}.weight_scale", stored)
     matrix.scales.copy_(stored)
     if not torch.equal(matrix.scales.float(), stored):
-        raise CheckpointError(f"{at}.weight_scale holds a scale that is no bfloat16 value{_ADVICE}")
+        raise TensorError(f"{at}.weight_scale", f"holds a scale that is no bfloat16 value{_ADVICE}")
     if scheme.zeros:
         zeros = torch.empty(-(-rows // 8), matrix.scales.shape[1], dtype=torch.int32, device=device)
         read(f"{at}.weight_zero_point", zeros)
@@ -165,9 +190,9 @@ def _gptq(part: Part, scheme: GptqScheme, read: Read, device: torch.device) -> M
     read(f"{at}.g_idx", index)
     zeros, scales = _zeros_and_scales(at, rows, columns // group, NIBBLES, read, device)
     if bool((index < 0).any()) or bool((index >= len(scales)).any()):
-        raise CheckpointError(f"{at}.g_idx names a group that does not exist: there are {len(scales)}")
+        raise TensorError(f"{at}.g_idx", f"names a group that does not exist: there are {len(scales)}")
     if scheme.ordered and not torch.equal(index, torch.arange(columns, device=device) // group):
-        raise CheckpointError(f"{at}.g_idx permutes the columns, but config.json says desc_act: false")
+        raise TensorError(f"{at}.g_idx", "permutes the columns, but config.json says desc_act: false")
     if scheme.zero_less_one:
         # A word of 15 stands for 16, as the kernels of GPTQ computed it.
         zeros += 1
@@ -176,7 +201,7 @@ def _gptq(part: Part, scheme: GptqScheme, read: Read, device: torch.device) -> M
         return Matrix.plain((codes - zeros[index]).mul_(scales[index]).bfloat16().T)
     form = int4_form(scheme.group, scales="float32", zeros=not scheme.symmetric)
     if scheme.symmetric and bool((zeros != 8).any()):
-        raise CheckpointError(f"{at}.qzeros holds zero points other than 8, but config.json says sym: true")
+        raise TensorError(f"{at}.qzeros", "holds zero points other than 8, but config.json says sym: true")
     arrays = (words.T.contiguous(), scales.T.contiguous(), zeros.T.to(torch.uint8).contiguous())
     return Matrix(form, (rows, columns), arrays[: len(form.parts)])
 
@@ -204,18 +229,18 @@ def _zeros_and_scales(
 
 
 def _check_exponents(key: str, scales: torch.Tensor) -> None:
-    """Raise CheckpointError for scales that tiles of e2m1 codes cannot hold."""
+    """Raise TensorError for scales that tiles of e2m1 codes cannot hold."""
     if bool((scales > 2.0 ** E2M1_EXPONENTS[1]).any()):
-        raise CheckpointError(f"{key} holds a scale above 2{_ADVICE}")
+        raise TensorError(key, f"holds a scale above 2{_ADVICE}")
 
 
 def _check_bf16(key: str, scales: torch.Tensor) -> None:
-    """Raise CheckpointError for scales that tiles of e4m3 codes with bf16 scales cannot hold."""
+    """Raise TensorError for scales that tiles of e4m3 codes with bf16 scales cannot hold."""
     if not fit_bf16_tiles(scales):
-        raise CheckpointError(f"{key} holds a scale that is no bfloat16 value below {E4M3_SCALES_END:.0f}{_ADVICE}")
+        raise TensorError(key, f"holds a scale that is no bfloat16 value below {E4M3_SCALES_END:.0f}{_ADVICE}")
 
 
 def _check_scales(key: str, scales: torch.Tensor) -> None:
     # An exponent byte of 0 means 2^-127. Trained weights have no such scale, but files with holes do.
     if not bool((scales.isfinite() & (scales.abs() >= torch.finfo(torch.float32).tiny)).all()):
-        raise CheckpointError(f"{key} holds a scale that is 0 or not finite; the file is damaged or not complete")
+        raise TensorError(key, "holds a scale that is 0 or not finite; the file is damaged or not complete")

@@ -96,6 +96,8 @@ class CheckpointWeights:
         self._reader = Reader(checkpoint.index.entries, pinned)
         self._read = partial(self._reader.copy, progress=progress) if read is None else read
         self._read_expert = self._reader.copy if read is None else read
+        # Errors name the files that values come from.
+        self._entries = checkpoint.index.entries if read is None else {}
 
     @property
     def read_rate(self) -> float | None:
@@ -110,7 +112,7 @@ class CheckpointWeights:
             for array in out.arrays:
                 array.zero_()
         for part in weight.parts:
-            fill(out.rows(part.row, part.shape[0]), part, self._spec.scheme(part), self._read)
+            fill(out.rows(part.row, part.shape[0]), part, self._spec.scheme(part), self._read, self._entries)
         if weight.plus:
             out.data.add_(weight.plus)
         return self._backend.matrix(out) if weight.matrix else out.data.view(weight.shape)
@@ -122,4 +124,4 @@ class CheckpointWeights:
         assert 0 <= expert < self._spec.config.num_experts, expert
         parts = self._spec.expert_parts(names, expert)
         for part, target in zip(parts, (out.gate, out.up, out.down), strict=True):
-            fill(target, part, self._spec.scheme(part), self._read_expert)
+            fill(target, part, self._spec.scheme(part), self._read_expert, self._entries)
