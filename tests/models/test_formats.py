@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.checkpoints import edit_config, make_checkpoint
-from tests.quantised import INT4_SCALES, LAYOUTS, PLAIN, SCALES, SMALL, TILED, make_pair, quantise
+from tests.quantised import INT4_SCALES, LAYOUTS, PLAIN, SCALES, SMALL, TILED, make_pair, make_served, quantise
 from tests.rank import Rank
 
 from moeyard_kernels import ops
@@ -562,13 +563,83 @@ def test_settings_are_refused_by_name(layout: str, changes: dict[str, Any], mess
         check(qwen)
 
 
+def group_settings(directory: Path, key: str, **changes: Any) -> None:
+    """Change the only group of compressed-tensors, or with `key` its settings of weights."""
+    groups = json.loads((directory / "config.json").read_text())["quantization_config"]["config_groups"]
+    (groups["group_0"][key] if key else groups["group_0"]).update(changes)
+    settings(directory, config_groups=groups)
+
+
 def test_a_permutation_by_groups_is_refused(qwen: Path) -> None:
     quantise(qwen, "ct-int4")
-    config = json.loads((qwen / "config.json").read_text())["quantization_config"]
-    config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
-    settings(qwen, **config)
+    group_settings(qwen, "weights", actorder="group")
     with pytest.raises(CheckpointError, match="actorder 'group' is not supported"):
         check(qwen)
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (["Qwen3MoeMLP"], "no target names it: of classes only Linear is supported (targets: Qwen3MoeMLP)"),
+        (["re:.*experts.*"], "no target of config.json names it"),
+    ],
+)
+def test_codes_of_a_module_without_target_are_refused(targets: list[str], message: str, qwen: Path) -> None:
+    quantise(qwen, "ct-int4")
+    group_settings(qwen, "", targets=targets)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        check(qwen)
+
+
+@pytest.mark.parametrize(
+    ("layout", "changes", "message"),
+    [
+        ("fp8", {"weight_block_size": [8, 8]}, "(a scale per block of 8 x 8)"),
+        ("fp8", {"weight_block_size": None}, ".weight_scale of shape [1, 1], which config.json calls for (one scale "),
+        ("ct-int4", {"group_size": 16}, "(a scale per 16 columns of a row)"),
+        ("ct-int4", {"strategy": "channel"}, "(a scale per row)"),
+        ("ct-int4", {"symmetric": False}, "no tensor model.layers.0.self_attn.q_proj.weight_zero_point"),
+        ("ct-int4", {"symmetric": False}, "(symmetric: false, and a scale per 8 columns of a row)"),
+        ("ct-int4-zeros", {"symmetric": True}, ".weight_zero_point: config.json says that codes have no zero points"),
+        ("gptq", {"group_size": 16}, "(zero points and a scale per 16 columns of a row)"),
+        ("awq", {"group_size": 16}, "(zero points and a scale per 16 columns of a row)"),
+    ],
+)
+def test_tensors_that_contradict_settings_are_refused_with_them(
+    layout: str, changes: dict[str, Any], message: str, qwen: Path
+) -> None:
+    quantise(qwen, layout)
+    if layout.startswith("ct"):
+        group_settings(qwen, "weights", **changes)
+    else:
+        settings(qwen, **changes)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        check(qwen)
+
+
+@pytest.mark.parametrize("layout", ["fp8", "ct-fp8", "ct-int4", "gptq", "awq", "v4"])
+def test_codes_without_settings_are_refused(layout: str, tmp_path: Path, qwen: Path) -> None:
+    if layout == "v4":
+        qwen = make_served("fp4", tmp_path)[0]
+    else:
+        quantise(qwen, layout)
+    edit_config(qwen, quantization_config=None, expert_dtype=None)
+    with pytest.raises(CheckpointError, match=r"unexpected tensor .*: .* but config.json has no quantization_config"):
+        check(qwen)
+
+
+@pytest.mark.parametrize("layout", SMALL)
+def test_a_quantised_output_head(layout: str, tmp_path: Path) -> None:
+    """All methods read one. That of GPTQ needs its setting."""
+    plain_but_head = tuple(name for name in PLAIN if name != "lm_head")
+    quantised, plain = make_pair(partial(make, "qwen3_moe"), tmp_path, layout, excluded=plain_but_head)
+    if layout.startswith("gptq"):
+        with pytest.raises(CheckpointError, match=r'lm_head is quantised .* but config.json lacks "lm_head": true'):
+            check(quantised)
+        settings(quantised, lm_head=True)
+    assert "lm_head.weight" not in load_file(quantised / "model.safetensors") or "fp8" in layout
+    found, wanted = loaded(quantised), loaded(plain)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 @pytest.mark.parametrize(

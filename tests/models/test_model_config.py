@@ -528,7 +528,26 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"compression_config": {"format": "int"}},
         "compression_config: config_groups is null, expected one or more groups",
     ),
-    "unnamed groups": ("qwen3_moe", {"quantization_config": {"config_groups": {}}}, "by compressed-tensors (supp"),
+    "unnamed groups": (
+        "qwen3_moe",
+        {"quantization_config": {"config_groups": {}}},
+        'has no quant_method: its keys are those of compressed-tensors; add "quant_method": "compressed-tensors"',
+    ),
+    "unnamed gptq": (
+        "qwen3_moe",
+        {"quantization_config": {"bits": 4, "group_size": 128, "sym": True}},
+        'has no quant_method: its keys are those of gptq (4 bits); add "quant_method": "gptq"',
+    ),
+    "unnamed awq": (
+        "qwen3_moe",
+        {"quantization_config": {"bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}},
+        'has no quant_method: its keys are those of awq (4 bits); add "quant_method": "awq"',
+    ),
+    "unnamed fp8": (
+        "qwen3_moe",
+        {"quantization_config": {"fmt": "e4m3", "weight_block_size": [128, 128]}},
+        'has no quant_method: its keys are those of fp8 (e4m3); add "quant_method": "fp8"',
+    ),
     "mxfp4": ("qwen3_moe", {"quantization_config": {"quant_method": "mxfp4"}}, "quantised by mxfp4"),
     "bitsandbytes": (
         "qwen3_moe",
@@ -542,7 +561,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "mlx": ("qwen3_moe", {"quantization": {"group_size": 64, "bits": 4}}, "quantised by MLX (4 bits)"),
     "method is no string": ("qwen3_moe", {"quantization_config": {"quant_method": ["fp8"]}}, "['fp8'] (supported"),
-    "quantized, no method": ("qwen3_moe", {"quantization_config": {}}, "by an unnamed method"),
+    "quantized, no method": ("qwen3_moe", {"quantization_config": {}}, "has no quant_method (supported: fp8, comp"),
     "quantized text": (
         "qwen3_next",
         {"model_type": "qwen3_5_moe", "text_config": {"quantization_config": {"quant_method": "quip"}}},
@@ -631,19 +650,32 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "method"),
+    ("name", "content", "message"),
     [
-        ("hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, "modelopt"),
-        ("quantize_config.json", {"bits": 4, "group_size": 128, "desc_act": False}, "gptq (4 bits)"),
-        ("quant_config.json", {"zero_point": True, "q_group_size": 128, "w_bit": 4}, "awq (4 bits)"),
+        (
+            "hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
+            "is not supported: the weights are quantised by modelopt (FP8) (supported",
+        ),
+        (
+            "quantize_config.json",
+            {"bits": 4, "group_size": 128, "desc_act": False},
+            "config.json has no quantization_config; copy these settings of gptq (4 bits) into it, with "
+            '"quant_method": "gptq"',
+        ),
+        (
+            "quant_config.json",
+            {"zero_point": True, "q_group_size": 128, "w_bit": 4},
+            "config.json has no quantization_config; copy these settings of awq (4 bits) into it, with "
+            '"quant_method": "awq" and "bits", "group_size" for "w_bit", "q_group_size"',
+        ),
     ],
 )
-def test_files_of_quantisers_are_refused(tmp_path: Path, name: str, content: dict[str, Any], method: str) -> None:
+def test_files_of_quantisers_are_refused(tmp_path: Path, name: str, content: dict[str, Any], message: str) -> None:
     write(tmp_path, "qwen3_moe")
     load_model_config(tmp_path)
     (tmp_path / name).write_text(json.dumps(content))
-    message = re.escape(f"{name}: is not supported: the weights are quantised by {method}")
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=re.escape(f"{name}: {message}")):
         load_model_config(tmp_path)
 
 

@@ -99,7 +99,7 @@ def check_checkpoint(index: CheckpointIndex, config: ModelConfig) -> CheckedChec
             f"{index.directory}: no layer for multi-token prediction (no tensor begins with {drafts}); serve the "
             "checkpoint without --speculate"
         )
-    problems = list(_problems(index, expected, skipped))
+    problems = list(_problems(index, expected, skipped, config))
     if problems:
         more = f" (and {len(problems) - 1} more like this)" if len(problems) > 1 else ""
         raise CheckpointError(problems[0] + more)
@@ -132,20 +132,31 @@ def _skip_reason(index: CheckpointIndex, config: ModelConfig, key: str, names: N
 
 
 def _problems(
-    index: CheckpointIndex, expected: Mapping[str, StoredTensor], skipped: Mapping[str, str]
+    index: CheckpointIndex, expected: Mapping[str, StoredTensor], skipped: Mapping[str, str], config: ModelConfig
 ) -> Iterator[str]:
     files = {entry.file for entry in index.entries.values()} or {index.directory / SINGLE_NAME}
     where = next(iter(files)) if len(files) == 1 else index.directory / INDEX_NAME
+    # A contradiction explains other problems, so it is the first.
+    for key, entry in index.entries.items():
+        if key in expected or key in skipped:
+            continue
+        if (why := config.weights.contradicts(key, index.entries)) is not None:
+            yield f"{entry.file}: unexpected tensor {key}: {why}"
     for key, wanted in expected.items():
         if key not in index.entries:
-            yield f"{where}: no tensor {key} of shape {list(wanted.shape)}, which config.json calls for"
+            yield f"{where}: no tensor {key} of shape {list(wanted.shape)}, which config.json calls for{_why(wanted)}"
     for key, entry in index.entries.items():
         found = expected.get(key)
         if found is None:
-            if key not in skipped:
+            if key not in skipped and config.weights.contradicts(key, index.entries) is None:
                 yield f"{entry.file}: unexpected tensor {key} of shape {list(entry.shape)}"
         elif entry.shape not in (found.shape, *found.other_shapes):
-            yield f"{entry.file}: {key} has shape {list(entry.shape)}, config.json calls for {list(found.shape)}"
+            wanted = f"{list(found.shape)}{_why(found)}"
+            yield f"{entry.file}: {key} has shape {list(entry.shape)}, config.json calls for {wanted}"
         elif entry.dtype not in found.dtypes:
             supported = ", ".join(found.dtypes)
             yield f"{entry.file}: {key} is {entry.dtype}, which is not supported (supported: {supported})"
+
+
+def _why(tensor: StoredTensor) -> str:
+    return f" ({tensor.why})" if tensor.why else ""

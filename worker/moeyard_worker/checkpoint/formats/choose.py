@@ -36,14 +36,18 @@ _METHOD_KEYS = MappingProxyType(
         "load_in_8bit": "bitsandbytes",
         "quant_algo": "modelopt",
         "w_bit": "awq",
+        "zero_point": "awq",
         "desc_act": "gptq",
+        "sym": "gptq",
+        "weight_block_size": "fp8",
         "group_size": "MLX",
     }
 )
 
 
 def quantisations(config: Fields) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Yield (key, name of the method, settings) for each key of config.json that describes quantised weights."""
+    """Yield (key, name of the method with its variant, settings) for each key of config.json that describes quantised
+    weights."""
     text = config.values.get("text_config")
     for values in (config.values, text if isinstance(text, dict) else {}):
         for key, default in _CONFIG_KEYS.items():
@@ -59,7 +63,7 @@ def choose_format(config: Fields) -> Format:
         method = settings.get("quant_method", _METHODS.get(key))
         make = FORMATS.get(method) if isinstance(method, str) else None
         if make is None:
-            raise config.error(key, _refusal(name))
+            raise config.error(key, _refusal(name) if method is not None else _unnamed(settings, key, name))
         dtype = config.values.get("dtype") or config.values.get("torch_dtype")
         return make(Fields(f"{config.file}: {key}", settings), str(dtype))
     return PlainFormat()
@@ -81,20 +85,43 @@ def check_settings_files(config: Fields, directory: Path) -> None:
     for name, default in _SETTINGS_FILES.items():
         path = directory / name
         if path.exists() and not any(quantisations(config)):
-            raise CheckpointError(f"{path}: {_refusal(_method_name(read_json(path), default))}")
+            settings = read_json(path)
+            method, name = _method(settings, default), _method_name(settings, default)
+            if method not in FORMATS:
+                raise CheckpointError(f"{path}: {_refusal(name)}")
+            spelt = ' and "bits", "group_size" for "w_bit", "q_group_size"' if "w_bit" in settings else ""
+            raise CheckpointError(
+                f"{path}: config.json has no quantization_config; copy these settings of {name} into it, with "
+                f'"quant_method": "{method}"{spelt}'
+            )
+
+
+def _method(settings: Mapping[str, Any], default: str) -> Any:
+    """Return the quantisation method that settings name, or the one whose keys they have."""
+    producer = settings.get("producer")
+    name = settings.get("quant_method") or (producer.get("name") if isinstance(producer, dict) else None)
+    return name or next((method for key, method in _METHOD_KEYS.items() if key in settings), default)
 
 
 def _method_name(settings: Mapping[str, Any], default: str) -> str:
     """Return the name of a quantisation method with its variant, for an error message."""
     inner = settings.get("quantization")
     settings = {**settings, **inner} if isinstance(inner, dict) else settings
-    producer = settings.get("producer")
-    name = settings.get("quant_method") or (producer.get("name") if isinstance(producer, dict) else None)
-    name = name or next((method for key, method in _METHOD_KEYS.items() if key in settings), default)
+    name = _method(settings, default)
     bits = settings.get("bits") or settings.get("w_bit")
     variant = settings.get("quant_algo") or settings.get("format") or settings.get("fmt")
     variant = variant or (f"{bits} bits" if bits else None)
     return f"{name!s:.40}" + (f" ({variant})"[:40] if isinstance(variant, str) else "")
+
+
+def _unnamed(settings: Mapping[str, Any], key: str, name: str) -> str:
+    """Return the refusal of settings without `quant_method`."""
+    method = _method(settings, _CONFIG_KEYS[key])
+    if method in FORMATS:
+        return f'has no quant_method: its keys are those of {name}; add "quant_method": "{method}"'
+    if settings and method != _CONFIG_KEYS["quantization_config"]:
+        return _refusal(name)
+    return f"has no quant_method (supported: {', '.join(FORMATS)})"
 
 
 def _refusal(name: str) -> str:

@@ -5,6 +5,7 @@ it. A group of the configuration names modules ("targets") and one scheme for th
 ignored: activations are never quantised.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,6 +23,7 @@ from moeyard_worker.layers.weights import Part
 _STORED = MappingProxyType({"bfloat16": ("BF16", "F16", "F32"), "float32": ("F32", "F16", "BF16")})
 _FORMATS = ("pack-quantized", "float-quantized")
 _MAX_GROUPS = 64
+_CLASS = re.compile(r"[A-Z]\w*", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,19 @@ class PackedInt4Scheme:
         groups = blocks(columns, self.group)
         found = {
             f"{at}.weight_packed": StoredTensor((rows, columns // 8), ("I32",)),
-            f"{at}.weight_scale": StoredTensor((rows, groups), _STORED[self.scales]),
+            f"{at}.weight_scale": StoredTensor((rows, groups), _STORED[self.scales], why=group_text(self.group)),
             f"{at}.weight_shape": StoredTensor((2,), ("I64", "I32")),
         }
         if self.zeros:
-            found[f"{at}.weight_zero_point"] = StoredTensor((blocks(rows, 8), groups), ("I32",))
+            found[f"{at}.weight_zero_point"] = StoredTensor(
+                (blocks(rows, 8), groups), ("I32",), why=f"symmetric: false, and {group_text(self.group)}"
+            )
         return found
+
+
+def group_text(group: int | None) -> str:
+    """Return how columns share scales, for an error message."""
+    return "a scale per row" if group is None else f"a scale per {group} columns of a row"
 
 
 def group_tiles(group: int | None, columns: int, *, scales: str, zeros: bool) -> WeightForm | None:
@@ -81,11 +90,13 @@ def group_refusal(part: Part, group: int | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class TargetGroup:
-    """Modules and the scheme of their weights. `everything`: all linear modules."""
+    """Modules and the scheme of their weights. `everything`: all linear modules. `classes`: other targets that look
+    like classes, which name no modules here."""
 
     everything: bool
     names: ModuleNames
     scheme: QuantizedScheme
+    classes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +112,12 @@ class CompressedTensorsFormat(QuantizedFormat):
         named = next((each for each in self.groups if module in each.names), None)
         named = named or next((each for each in self.groups if each.everything), None)
         return None if named is None else named.scheme
+
+    def exclusion(self, module: str) -> str:
+        classes = [name for each in self.groups for name in each.classes]
+        if module in self.ignored or not classes:
+            return "config.json excludes it" if module in self.ignored else "no target of config.json names it"
+        return f"no target names it: of classes only Linear is supported (targets: {', '.join(classes)[:200]})"
 
 
 def stored_int4_scales(dtypes: Mapping[str, str]) -> Literal["bfloat16", "float32"]:
@@ -140,7 +157,8 @@ def _group(settings: Fields, dtype: str, name: str, found: Any) -> TargetGroup:
     if kind not in _FORMATS:
         raise group.error("format", f"{shown(kind)} is not supported (supported: {', '.join(_FORMATS)})")
     names = names_of(group, "targets", (each for each in targets if each != "Linear"))
-    return TargetGroup("Linear" in targets, names, _PARSE[kind](fields, dtype))
+    classes = tuple(each for each in targets if _CLASS.fullmatch(each) and each != "Linear")
+    return TargetGroup("Linear" in targets, names, _PARSE[kind](fields, dtype), classes)
 
 
 def _int4(weights: Fields, dtype: str) -> QuantizedScheme:

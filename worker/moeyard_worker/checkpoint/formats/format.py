@@ -16,12 +16,13 @@ from moeyard_worker.layers.weights import Part, Weight
 class StoredTensor:
     """A tensor that a checkpoint must hold: its shape, and the safetensors dtypes that the format reads.
 
-    `other_shapes` are accepted too. They hold the same values.
+    `other_shapes` are accepted too. They hold the same values. `why` says which settings call for the tensor.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
     other_shapes: tuple[tuple[int, ...], ...] = ()
+    why: str = ""
 
 
 def stores(module: str, keys: Container[str]) -> bool:
@@ -58,4 +59,8 @@ class Format(Protocol):
 
     def skips(self, key: str) -> str | None:
         """Return the reason why the tensor `key` is not loaded, or None if the format does not know it."""
+        ...
+
+    def contradicts(self, key: str, keys: Container[str]) -> str | None:
+        """Return how config.json contradicts the unexpected tensor `key`, or None if its name does not show it."""
         ...

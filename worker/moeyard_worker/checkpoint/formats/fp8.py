@@ -60,8 +60,13 @@ class Fp8Scheme:
             others = (grid[:1], ()) if self.rows is None else (grid[:1],)
         return {
             part.key: StoredTensor(shape, ("F8_E4M3",)),
-            self.marker(part.key): StoredTensor(grid, _SCALES, others),
+            self.marker(part.key): StoredTensor(grid, _SCALES, others, self._why()),
         }
+
+    def _why(self) -> str:
+        if self.rows is None:
+            return "one scale for the tensor"
+        return "a scale per row" if self.columns is None else f"a scale per block of {self.rows} x {self.columns}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moeyard_kernels.types.weight_form import WeightForm, blocks
-from moeyard_worker.checkpoint.formats.compressed_tensors import group_refusal, group_tiles
+from moeyard_worker.checkpoint.formats.compressed_tensors import group_refusal, group_text, group_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names, names_of, pattern_of
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
@@ -49,8 +49,8 @@ class GptqScheme:
         (rows, columns), at, groups = part.shape, part.key.removesuffix(".weight"), blocks(part.shape[1], self.group)
         return {
             f"{at}.qweight": StoredTensor((columns // 8, rows), ("I32",)),
-            f"{at}.qzeros": StoredTensor((groups, rows // 8), ("I32",)),
-            f"{at}.scales": StoredTensor((groups, rows), _SCALES),
+            f"{at}.qzeros": StoredTensor((groups, rows // 8), ("I32",), why=_why(self.group)),
+            f"{at}.scales": StoredTensor((groups, rows), _SCALES, why=_why(self.group)),
             f"{at}.g_idx": StoredTensor((columns,), ("I32", "I64")),
         }
 
@@ -74,9 +74,13 @@ class AwqScheme:
         (rows, columns), at, groups = part.shape, part.key.removesuffix(".weight"), blocks(part.shape[1], self.group)
         return {
             f"{at}.qweight": StoredTensor((columns, rows // 8), ("I32",)),
-            f"{at}.qzeros": StoredTensor((groups, rows // 8), ("I32",)),
-            f"{at}.scales": StoredTensor((groups, rows), _SCALES),
+            f"{at}.qzeros": StoredTensor((groups, rows // 8), ("I32",), why=_why(self.group)),
+            f"{at}.scales": StoredTensor((groups, rows), _SCALES, why=_why(self.group)),
         }
+
+
+def _why(group: int | None) -> str:
+    return f"zero points and {group_text(group)}"
 
 
 def _refusal(part: Part, group: int | None) -> str | None:
@@ -90,23 +94,30 @@ class Int4Format(QuantizedFormat):
     """The methods "gptq" and "awq": one scheme for all modules, with exceptions by pattern.
 
     rules: (pattern, its scheme or None if excluded), from the key `dynamic` of GPTQModel.
+    head: whether the output head may be quantised, too.
     """
 
     excluded: ModuleNames
     one: QuantizedScheme
     rules: tuple[tuple[re.Pattern[str], QuantizedScheme | None], ...] = ()
+    head: bool = True
 
     def promised(self, module: str) -> QuantizedScheme | None:
         for pattern, scheme in self.rules:
             if pattern.match(module):
                 return scheme
-        return None if module in self.excluded or module == "lm_head" else self.one
+        return None if module in self.excluded or self._lacks_head(module) else self.one
+
+    def exclusion(self, module: str) -> str:
+        return 'config.json lacks "lm_head": true' if self._lacks_head(module) else "config.json excludes it"
+
+    def _lacks_head(self, module: str) -> bool:
+        return not self.head and module.rpartition(".")[2] == "lm_head"
 
 
 def parse_gptq(settings: Fields, dtype: str) -> Int4Format:
     """Read the settings of GPTQ. Raises CheckpointError for a variant that is not supported."""
     settings.require("bits", (4,), None)
-    settings.require("lm_head", (False,), False)
     one = _gptq(settings, settings.values)
     found = settings.values.get("dynamic") or {}
     if not isinstance(found, dict) or len(found) > _MAX_RULES:
@@ -121,7 +132,10 @@ def parse_gptq(settings: Fields, dtype: str) -> Int4Format:
         scheme = None if pattern.startswith("-:") else _gptq(settings, changed)
         rules.append((pattern_of(settings, "dynamic", pattern[2:]), scheme))
     excluded = names_of(settings, "dynamic", names)
-    return Int4Format(file=settings.file, markers=(".qweight",), excluded=excluded, one=one, rules=tuple(rules))
+    head = settings.boolean("lm_head", False)
+    return Int4Format(
+        file=settings.file, markers=(".qweight",), excluded=excluded, one=one, rules=tuple(rules), head=head
+    )
 
 
 def _gptq(settings: Fields, values: Mapping[str, Any]) -> GptqScheme:

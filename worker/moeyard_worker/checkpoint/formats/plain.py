@@ -9,6 +9,8 @@ from moeyard_worker.layers.weights import Part, Weight
 
 PLAIN_DTYPES = ("F32", "BF16")
 _ID_DTYPES = ("I64", "I32")
+# Names of tensors that only quantised checkpoints hold.
+_QUANTIZED = (".weight_scale_inv", ".weight_scale", ".weight_packed", ".qweight", ".qzeros", ".scales")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,4 +37,11 @@ class PlainFormat:
         return PlainScheme()
 
     def skips(self, key: str) -> str | None:
+        return None
+
+    def contradicts(self, key: str, keys: Container[str]) -> str | None:
+        module, _, name = key.rpartition(".")
+        # DeepSeek-V4's name of scales says little without the weight beside it.
+        if key.endswith(_QUANTIZED) or (name == "scale" and f"{module}.weight" in keys):
+            return "the weights are quantised, but config.json has no quantization_config"
         return None

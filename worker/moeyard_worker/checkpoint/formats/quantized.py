@@ -79,6 +79,10 @@ class QuantizedFormat:
     def promised(self, module: str) -> QuantizedScheme | None:
         """Return the scheme that config.json gives a module, None if it is excluded."""
 
+    def exclusion(self, module: str) -> str:
+        """Return why `promised` gives `module` no scheme."""
+        return "config.json excludes it"
+
     def named(self, scheme: QuantizedScheme, part: Part, keys: Container[str]) -> QuantizedScheme:
         """Return the promised scheme of `part` with the names that the stored tensors have."""
         return scheme
@@ -180,7 +184,7 @@ class QuantizedFormat:
     def _check_plain(self, module: str, key: str, keys: Container[str]) -> None:
         for suffix in self.markers:
             if (marker := f"{module}{suffix}") in keys or (marker := f"{key}{suffix}") in keys:
-                why = "it is served in bfloat16 only" if _NEVER.fullmatch(module) else "config.json excludes it"
+                why = "it is served in bfloat16 only" if _NEVER.fullmatch(module) else self.exclusion(module)
                 raise CheckpointError(f"{self.file}: {module} is quantised (the checkpoint holds {marker}), but {why}")
 
     def skips(self, key: str) -> str | None:
@@ -188,4 +192,9 @@ class QuantizedFormat:
             return "a scale of the KV cache, which is not quantised"
         if _ACTIVATION_SCALES.fullmatch(key):
             return "a scale of activations, which are not quantised"
+        return None
+
+    def contradicts(self, key: str, keys: Container[str]) -> str | None:
+        if key.endswith(".weight_zero_point"):
+            return "config.json says that codes have no zero points (symmetric: true)"
         return None
