@@ -19,7 +19,7 @@ from moeyard_router.config import RouterConfig, SamplingDefaults, WorkerAddress
 from moeyard_router.text.chat import TextCodec
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.model_config import ModelConfig
-from moeyard_worker.models.shapes import shape_model
+from moeyard_worker.models.shapes import served_model, shape_model
 from moeyard_worker.protocol import KvCompression
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
@@ -315,6 +315,22 @@ def test_startup_notes_about_prompt_compression() -> None:
     [narrow] = notes(f"{shape} 70", model)
     assert narrow.startswith("--max-batch-tokens 70: qwen3_next computes 64 positions of a prompt together")
     assert narrow.endswith("7 rows of output: prompts will wait for sequences to end; 71 or more let them in")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ("int4-g32", "no product reads them (their 14336 columns have 448 blocks of scales, more than 256)"),
+        ("int4-g32 --weights bfloat16", None),
+        ("int4-g128", None),
+        ("fp8", None),
+    ],
+)
+def test_startup_note_about_codes_that_become_bfloat16(options: str, why: str | None) -> None:
+    words = f"--load-format dummy --shape Mixtral-8x7B --layers 1 --device cuda --quantization {options}"
+    model = served_model(engine_config(build_parser().parse_args(["serve", *words.split()])))
+    assert notes(words, model) == ([] if why is None else [f"the codes of experts become bfloat16 on the GPU: {why}"])
+    assert model.expert_form("bfloat16").down.tiled == (why is None and "bfloat16" not in options)
 
 
 def test_fingerprint_of_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,9 @@ from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.types.matrix import ExpertViews, Matrix, blob_views, dequantize, tile_
 from moeyard_kernels.types.weight_form import ExpertForm, FormPart, WeightForm, fp8_tiles, int4_tiles, plain_expert
 from moeyard_worker.checkpoint.formats.compressed_tensors import PackedInt4Scheme
-from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme
+from moeyard_worker.checkpoint.formats.fp8 import Fp4Scheme, Fp8Scheme
+from moeyard_worker.checkpoint.formats.gptq import AwqScheme, GptqScheme
+from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.checkpoint.loading import CheckpointWeights, open_checkpoint, read_through
 from moeyard_worker.checkpoint.quantizing import quantize as quantize_values
 from moeyard_worker.config.checkpoint_error import CheckpointError
@@ -320,6 +322,9 @@ def test_experts_of_different_schemes_become_bfloat16(layer: int, wide: Path) ->
     settings(wide, modules_to_not_convert=[*PLAIN, f"model.layers.{layer}"])
     model = gpu_model(wide)
     assert model.expert_form("bfloat16").gate_up.tiled == (layer == 3)
+    assert isinstance(model.weights, QuantizedFormat)
+    reason = None if layer == 3 else "config.json gives some of them another scheme or none"
+    assert model.weights.decoded == reason
     assert not gpu_model(wide, speculate="mtp").expert_form("bfloat16").gate_up.tiled
 
 
@@ -343,17 +348,28 @@ def test_tiles_of_other_codes_are_not_written() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "columns", "tiled"),
+    ("scheme", "columns", "why"),
     [
-        *((Fp8Scheme(128, 128), 2048, True), (Fp8Scheme(None, None), 192, True), (Fp8Scheme(128, 192), 768, False)),
-        *((Fp8Scheme(128, 32), 2048, False), (PackedInt4Scheme(384), 768, False), (PackedInt4Scheme(256), 768, True)),
-        *((PackedInt4Scheme(32), 192, False), (PackedInt4Scheme(32), 8192, True), (PackedInt4Scheme(32), 8320, False)),
-        *((PackedInt4Scheme(16), 768, False), (PackedInt4Scheme(None), 640, True)),
+        *((Fp8Scheme(128, 128), 2048, None), (Fp8Scheme(None, None), 192, None), (PackedInt4Scheme(256), 768, None)),
+        *((PackedInt4Scheme(32), 8192, None), (PackedInt4Scheme(None), 640, None), (Fp4Scheme(), 8192, None)),
+        (Fp8Scheme(128, 192), 768, "blocks of 192 columns are no power of two from 64 on"),
+        (Fp8Scheme(128, 32), 2048, "blocks of 32 columns are no power of two from 64 on"),
+        (Fp8Scheme(1, None), 96, "their 96 columns are not a multiple of 64"),
+        (Fp4Scheme(), 192, "their 192 columns are not a multiple of 128"),
+        (Fp4Scheme(), 8320, "their 8320 columns have 260 blocks of scales, more than 256"),
+        (PackedInt4Scheme(384), 768, "blocks of 384 columns are no power of two from 32 on"),
+        (PackedInt4Scheme(32), 192, "their 192 columns are not a multiple of 128"),
+        (PackedInt4Scheme(32), 8320, "their 8320 columns have 260 blocks of scales, more than 256"),
+        (PackedInt4Scheme(16), 768, "blocks of 16 columns are no power of two from 32 on"),
+        (AwqScheme(32), 192, "their 192 columns are not a multiple of 128"),
+        (GptqScheme(128, zero_less_one=True, ordered=True, symmetric=True), 768, None),
+        (GptqScheme(128, zero_less_one=True, ordered=False, symmetric=True), 768, "desc_act permutes their columns"),
     ],
 )
-def test_only_blocks_that_products_read_keep_codes(scheme: Any, columns: int, tiled: bool) -> None:
-    """Steps of a product begin and end with blocks, or lie within one."""
-    assert (scheme.tiles(columns) is not None) == tiled
+def test_only_blocks_that_products_read_keep_codes(scheme: Any, columns: int, why: str | None) -> None:
+    """Steps of a product begin and end with blocks, or lie within one. Others have a reason for the log."""
+    assert scheme.untiled(columns) == why
+    assert (scheme.tiles(columns) is None) == (why is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from moeyard_kernels.types.weight_form import WeightForm, blocks, int4_tiles
 from moeyard_worker.checkpoint.formats.format import StoredTensor
-from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme, block_is_read, block_size
+from moeyard_worker.checkpoint.formats.fp8 import Fp8Scheme, block_size, block_untiled, columns_untiled
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names, names_of
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
 from moeyard_worker.config.fields import Fields, shown
@@ -46,8 +46,11 @@ class PackedInt4Scheme:
     def refusal(self, part: Part) -> str | None:
         return group_refusal(part, self.group)
 
+    def untiled(self, columns: int) -> str | None:
+        return group_untiled(self.group, columns)
+
     def tiles(self, columns: int) -> WeightForm | None:
-        return group_tiles(self.group, columns, scales=self.scales, zeros=self.zeros)
+        return None if self.untiled(columns) else int4_tiles(self.group, scales=self.scales, zeros=self.zeros)
 
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
         (rows, columns), at = part.shape, part.key.removesuffix(".weight")
@@ -69,11 +72,9 @@ def group_text(group: int | None) -> str:
     return "a scale per row" if group is None else f"a scale per {group} columns of a row"
 
 
-def group_tiles(group: int | None, columns: int, *, scales: str, zeros: bool) -> WeightForm | None:
-    """Return the tiled form of int4 codes in groups of columns, or None if no product reads such tiles."""
-    if columns % 128 or not block_is_read(group, columns, least=32):
-        return None
-    return int4_tiles(group, scales=scales, zeros=zeros)
+def group_untiled(group: int | None, columns: int) -> str | None:
+    """Return the reason why no product reads tiles of int4 codes in groups of columns, or None."""
+    return columns_untiled(columns, 128) or block_untiled(group, columns, least=32)
 
 
 def group_refusal(part: Part, group: int | None) -> str | None:

@@ -47,10 +47,11 @@ class Fp8Scheme:
             return None
         return f"its {part.shape[0]} rows are cut out of one tensor for all experts, through a block of scales"
 
+    def untiled(self, columns: int) -> str | None:
+        return columns_untiled(columns, 64) or block_untiled(self.columns, columns, least=64)
+
     def tiles(self, columns: int) -> WeightForm | None:
-        if columns % 64 or not block_is_read(self.columns, columns, least=64):
-            return None
-        return fp8_tiles(self.rows, self.columns)
+        return None if self.untiled(columns) else fp8_tiles(self.rows, self.columns)
 
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
         shape = part.whole or part.shape
@@ -80,10 +81,11 @@ class Fp4Scheme:
     def refusal(self, part: Part) -> str | None:
         return None if part.whole is None else "a tensor of all experts has no codes of 4 bits"
 
+    def untiled(self, columns: int) -> str | None:
+        return columns_untiled(columns, 128) or block_untiled(FP4_GROUP, columns, least=FP4_GROUP)
+
     def tiles(self, columns: int) -> WeightForm | None:
-        if columns % 128 or blocks(columns, FP4_GROUP) > _MOST_BLOCKS:
-            return None
-        return fp4_tiles(FP4_GROUP)
+        return None if self.untiled(columns) else fp4_tiles(FP4_GROUP)
 
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
         rows, columns = part.shape
@@ -93,14 +95,23 @@ class Fp4Scheme:
         }
 
 
-def block_is_read(block: int | None, columns: int, *, least: int) -> bool:
-    """Return whether products over codes read blocks of `block` columns: a power of two from `least` on, or all.
+def columns_untiled(columns: int, tile: int) -> str | None:
+    """Return the reason why products over codes read no matrices with `columns` columns, or None."""
+    return f"their {columns} columns are not a multiple of {tile}" if columns % tile else None
 
-    A step of a product then begins and ends with blocks, or lies within one. The scales of a row must fit on the chip.
+
+def block_untiled(block: int | None, columns: int, *, least: int) -> str | None:
+    """Return the reason why products over codes read no blocks of `block` columns (None: all columns), or None.
+
+    A step of a product begins and ends with blocks, or lies within one. The scales of a row must fit on the chip.
     """
     if block is None:
-        return True
-    return block >= least and not block & (block - 1) and blocks(columns, block) <= _MOST_BLOCKS
+        return None
+    if block < least or block & (block - 1):
+        return f"blocks of {block} columns are no power of two from {least} on"
+    if (count := blocks(columns, block)) > _MOST_BLOCKS:
+        return f"their {columns} columns have {count} blocks of scales, more than {_MOST_BLOCKS}"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

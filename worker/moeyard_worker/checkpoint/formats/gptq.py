@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moeyard_kernels.types.weight_form import WeightForm, blocks
-from moeyard_worker.checkpoint.formats.compressed_tensors import group_refusal, group_text, group_tiles
+from moeyard_kernels.types.weight_form import WeightForm, blocks, int4_tiles
+from moeyard_worker.checkpoint.formats.compressed_tensors import group_refusal, group_text, group_untiled
 from moeyard_worker.checkpoint.formats.format import StoredTensor
 from moeyard_worker.checkpoint.formats.module_names import ModuleNames, module_names, names_of, pattern_of
 from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat, QuantizedScheme
@@ -40,10 +40,11 @@ class GptqScheme:
     def refusal(self, part: Part) -> str | None:
         return _refusal(part, self.group)
 
+    def untiled(self, columns: int) -> str | None:
+        return group_untiled(self.group, columns) if self.ordered else "desc_act permutes their columns"
+
     def tiles(self, columns: int) -> WeightForm | None:
-        if not self.ordered:
-            return None
-        return group_tiles(self.group, columns, scales="float32", zeros=not self.symmetric)
+        return None if self.untiled(columns) else int4_tiles(self.group, scales="float32", zeros=not self.symmetric)
 
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
         (rows, columns), at, groups = part.shape, part.key.removesuffix(".weight"), blocks(part.shape[1], self.group)
@@ -67,8 +68,11 @@ class AwqScheme:
     def refusal(self, part: Part) -> str | None:
         return _refusal(part, self.group)
 
+    def untiled(self, columns: int) -> str | None:
+        return group_untiled(self.group, columns)
+
     def tiles(self, columns: int) -> WeightForm | None:
-        return group_tiles(self.group, columns, scales="float32", zeros=True)
+        return None if self.untiled(columns) else int4_tiles(self.group, scales="float32", zeros=True)
 
     def stored(self, part: Part) -> Mapping[str, StoredTensor]:
         (rows, columns), at, groups = part.shape, part.key.removesuffix(".weight"), blocks(part.shape[1], self.group)

@@ -49,8 +49,12 @@ class QuantizedScheme(Scheme, Protocol):
         """Return the reason why `part` cannot be stored like this, or None."""
         ...
 
+    def untiled(self, columns: int) -> str | None:
+        """Return the reason why no product reads codes of matrices with `columns` columns, or None."""
+        ...
+
     def tiles(self, columns: int) -> WeightForm | None:
-        """Return the tiled form of matrices with `columns` columns, or None if there is none."""
+        """Return the tiled form of matrices with `columns` columns, or None if no product reads it."""
         ...
 
 
@@ -61,6 +65,7 @@ class QuantizedFormat:
     file: where the settings are, for errors.
     markers: suffixes of the keys that show a quantised matrix, if they replace ".weight" or follow the whole key.
     experts: the schemes of gate and up, and of down, if all experts keep their codes in memory.
+    decoded: the reason why codes of experts become bfloat16, None if they stay or if `with_codes` was not called.
     dense: whether other matrices of fp8 codes keep them too, if only `Backend.linear` reads them.
     scales: kind of the scales of e4m3 codes, None if only the stored tensors show it.
     int4_scales: dtype in memory of the scales of int4 codes, None if only the stored tensors show it.
@@ -71,6 +76,7 @@ class QuantizedFormat:
     file: str
     markers: tuple[str, ...]
     experts: "tuple[QuantizedScheme, QuantizedScheme] | None" = None
+    decoded: str | None = None
     dense: bool = False
     scales: Scales | None = field(default="float32", compare=False)
     int4_scales: Literal["float32", "bfloat16"] | None = field(default="float32", compare=False)
@@ -149,12 +155,13 @@ class QuantizedFormat:
         """
         schemes = {tuple(self.promised(module) for module in modules) for modules in experts}
         found = replace(self, dense=dense)
+        if schemes == {(None, None, None)}:
+            return found
         gate, up, down = schemes.pop()
         if schemes or gate is None or down is None or gate != up:
-            return found
-        if gate.tiles(hidden) is None or down.tiles(intermediate) is None:
-            return found
-        return replace(found, experts=(gate, down))
+            return replace(found, decoded="config.json gives some of them another scheme or none")
+        why = gate.untiled(hidden) or down.untiled(intermediate)
+        return replace(found, decoded=f"no product reads them ({why})") if why else replace(found, experts=(gate, down))
 
     def scheme(self, part: Part, keys: Container[str]) -> Scheme:
         found = self._scheme(part, keys)
