@@ -559,6 +559,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"quantization_config": {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}},
         "quantised by modelopt (NVFP4)",
     ),
+    "modelopt without producer": (
+        "qwen3_moe",
+        {"quantization_config": {"quantization": {"quant_algo": "NVFP4"}}},
+        "quantised by modelopt (NVFP4)",
+    ),
+    "producer is no string": (
+        "qwen3_moe",
+        {"quantization_config": {"producer": {"name": ["gptq"]}}},
+        "quantised by ['gptq'] (supported",
+    ),
     "mlx": ("qwen3_moe", {"quantization": {"group_size": 64, "bits": 4}}, "quantised by MLX (4 bits)"),
     "method is no string": ("qwen3_moe", {"quantization_config": {"quant_method": ["fp8"]}}, "['fp8'] (supported"),
     "quantized, no method": ("qwen3_moe", {"quantization_config": {}}, "has no quant_method (supported: fp8, comp"),
@@ -662,6 +672,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             {"bits": 4, "group_size": 128, "desc_act": False},
             "config.json has no quantization_config; copy these settings of gptq (4 bits) into it, with "
             '"quant_method": "gptq"',
+        ),
+        (
+            "quantize_config.json",
+            {"quant_method": ["gptq"]},
+            "is not supported: the weights are quantised by ['gptq'] (",
         ),
         (
             "quant_config.json",

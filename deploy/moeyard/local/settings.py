@@ -15,7 +15,6 @@ from moeyard_router.config import AccessConfig, RoutedShape, RouterConfig, Sampl
 from moeyard_router.http.origins import parse_origins
 from moeyard_router.text.answer_formats import AnswerFormats, answer_formats
 from moeyard_router.text.chat import Codec
-from moeyard_worker.checkpoint.formats.quantized import QuantizedFormat
 from moeyard_worker.config.engine_config import (
     DEFAULT_SEQS,
     DEVICE_DEFAULTS,
@@ -173,7 +172,7 @@ def check_compression(api: ApiSettings, config: EngineConfig, model: ModelConfig
 def start_notes(api: ApiSettings, config: EngineConfig, model: ModelConfig) -> list[str]:
     """Return lines on request defaults, on codes that are not kept, and on prompts that do not fit a step."""
     notes = [] if (defaults := api.describe_defaults()) is None else [defaults]
-    if isinstance(model.weights, QuantizedFormat) and model.weights.decoded is not None:
+    if model.weights.decoded is not None:
         notes.append(f"the codes of experts become bfloat16 on the GPU: {model.weights.decoded}")
     if (kept := api.kv_compression) is not None:
         notes.append(

@@ -136,23 +136,23 @@ def _problems(
 ) -> Iterator[str]:
     files = {entry.file for entry in index.entries.values()} or {index.directory / SINGLE_NAME}
     where = next(iter(files)) if len(files) == 1 else index.directory / INDEX_NAME
-    # A contradiction explains other problems, so it is the first.
-    for key, entry in index.entries.items():
-        if key in expected or key in skipped:
-            continue
-        if (why := config.weights.contradicts(key, index.entries)) is not None:
-            yield f"{entry.file}: unexpected tensor {key}: {why}"
+    unexpected = [key for key in index.entries if key not in expected and key not in skipped]
+    contradictions = {key: config.weights.contradicts(key, index.entries) for key in unexpected}
+    # They explain other problems, so they come first.
+    for key, why in contradictions.items():
+        if why is not None:
+            yield f"{index.entries[key].file}: unexpected tensor {key}: {why}"
     for key, wanted in expected.items():
         if key not in index.entries:
             yield f"{where}: no tensor {key} of shape {list(wanted.shape)}, which config.json calls for{_why(wanted)}"
     for key, entry in index.entries.items():
         found = expected.get(key)
         if found is None:
-            if key not in skipped and config.weights.contradicts(key, index.entries) is None:
+            if contradictions.get(key, "") is None:
                 yield f"{entry.file}: unexpected tensor {key} of shape {list(entry.shape)}"
         elif entry.shape not in (found.shape, *found.other_shapes):
-            wanted = f"{list(found.shape)}{_why(found)}"
-            yield f"{entry.file}: {key} has shape {list(entry.shape)}, config.json calls for {wanted}"
+            shapes = f"has shape {list(entry.shape)}, config.json calls for {list(found.shape)}{_why(found)}"
+            yield f"{entry.file}: {key} {shapes}"
         elif entry.dtype not in found.dtypes:
             supported = ", ".join(found.dtypes)
             yield f"{entry.file}: {key} is {entry.dtype}, which is not supported (supported: {supported})"

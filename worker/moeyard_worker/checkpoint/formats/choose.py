@@ -96,22 +96,26 @@ def check_settings_files(config: Fields, directory: Path) -> None:
             )
 
 
-def _method(settings: Mapping[str, Any], default: str) -> Any:
+def _flat(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    inner = settings.get("quantization")
+    return {**settings, **inner} if isinstance(inner, dict) else settings
+
+
+def _method(settings: Mapping[str, Any], default: str) -> str:
     """Return the quantisation method that settings name, or the one whose keys they have."""
+    settings = _flat(settings)
     producer = settings.get("producer")
     name = settings.get("quant_method") or (producer.get("name") if isinstance(producer, dict) else None)
-    return name or next((method for key, method in _METHOD_KEYS.items() if key in settings), default)
+    return str(name or next((method for key, method in _METHOD_KEYS.items() if key in settings), default))
 
 
 def _method_name(settings: Mapping[str, Any], default: str) -> str:
     """Return the name of a quantisation method with its variant, for an error message."""
-    inner = settings.get("quantization")
-    settings = {**settings, **inner} if isinstance(inner, dict) else settings
-    name = _method(settings, default)
+    name, settings = _method(settings, default), _flat(settings)
     bits = settings.get("bits") or settings.get("w_bit")
     variant = settings.get("quant_algo") or settings.get("format") or settings.get("fmt")
     variant = variant or (f"{bits} bits" if bits else None)
-    return f"{name!s:.40}" + (f" ({variant})"[:40] if isinstance(variant, str) else "")
+    return f"{name:.40}" + (f" ({variant})"[:40] if isinstance(variant, str) else "")
 
 
 def _unnamed(settings: Mapping[str, Any], key: str, name: str) -> str:
@@ -119,9 +123,9 @@ def _unnamed(settings: Mapping[str, Any], key: str, name: str) -> str:
     method = _method(settings, _CONFIG_KEYS[key])
     if method in FORMATS:
         return f'has no quant_method: its keys are those of {name}; add "quant_method": "{method}"'
-    if settings and method != _CONFIG_KEYS["quantization_config"]:
-        return _refusal(name)
-    return f"has no quant_method (supported: {', '.join(FORMATS)})"
+    if method == _CONFIG_KEYS["quantization_config"]:
+        return f"has no quant_method (supported: {', '.join(FORMATS)})"
+    return _refusal(name)
 
 
 def _refusal(name: str) -> str:

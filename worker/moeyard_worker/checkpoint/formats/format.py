@@ -45,6 +45,11 @@ class Format(Protocol):
     `dtype` is the served dtype, by torch's name.
     """
 
+    @property
+    def decoded(self) -> str | None:
+        """Reason why the codes of experts become bfloat16 on a GPU, None if they stay or if that was chosen."""
+        ...
+
     def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
         """Return the form in memory of a parameter. It is plain for every parameter that is not a matrix."""
         ...

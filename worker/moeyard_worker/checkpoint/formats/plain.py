@@ -27,6 +27,10 @@ class PlainScheme:
 class PlainFormat:
     """A `Format` that stores values and rounds them to the served dtype."""
 
+    @property
+    def decoded(self) -> str | None:
+        return None
+
     def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
         return plain_form(weight.kept(dtype))
 
