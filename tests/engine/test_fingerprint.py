@@ -1,13 +1,15 @@
 """A rank's fingerprint: it changes with everything that may change bits, and with nothing else."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
+from tests.checkpoints import DEMO, add_v4_drafts, make_checkpoint, publish_v4
 
 from moeyard_worker.checkpoint.check import check_weights
 from moeyard_worker.config.engine_config import EngineConfig
@@ -38,6 +40,24 @@ def test_settings_that_keep_the_bits(checkpoint: Path) -> None:
     assert {of(checkpoint, **settings) for settings in kept} == {one}
     assert len(one) == 16
     assert int(one, 16)
+
+
+@pytest.mark.parametrize("model", ["demo", "deepseek_v4", "dspark"])
+def test_drafts_keep_the_bits(model: str, tmp_path: Path) -> None:
+    directory = DEMO
+    if model != "demo":
+        directory = publish_v4(make_checkpoint(tmp_path / model, "deepseek_v4"))
+        add_v4_drafts(directory, dspark=model == "dspark")
+    drafter = "dspark" if model == "dspark" else "mtp"
+    assert of(directory, speculate=drafter, draft_tokens=2) == of(directory)
+
+
+@pytest.mark.parametrize("kind", [".self_attn.", ".experts."])
+def test_some_weights_change_it(kind: str, tmp_path: Path) -> None:
+    other = Path(shutil.copytree(DEMO, tmp_path / "other"))
+    weights = {key: x * 1.2 if kind in key else x for key, x in load_file(DEMO / "model.safetensors").items()}
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+    assert of(other) != of(DEMO)
 
 
 def test_another_process_agrees(checkpoint: Path) -> None:

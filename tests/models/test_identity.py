@@ -48,6 +48,27 @@ def test_changed_weights_of_the_same_shapes_differ(model: Path, tmp_path: Path) 
     assert difference(identity_of(model), identity_of(other), one_host=False) == WEIGHTS
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v4", "mixtral"])
+@pytest.mark.parametrize(("kind", "seen"), [("all", True), ("others", True), ("experts", True), ("one expert", False)])
+def test_changed_tensors(tmp_path: Path, family: str, kind: str, seen: bool) -> None:
+    """Each tensor that is no expert's is sampled, and one expert of each layer, but not the last one."""
+    model = make_checkpoint(tmp_path / "model", family)
+    before, tensors = identity_of(model), load_file(model / WEIGHTS)
+    experts = {key for key in tensors if ".experts." in key}
+    last = {key for key in experts if ".experts.7." in key}
+    layers = {key.partition(".experts.")[0] for key in experts}
+    assert len(tensors) > len(experts) > len(last) >= 3 * len(layers) > 0
+    for keys in {
+        "all": [set(tensors)],
+        "others": [{key} for key in set(tensors) - experts],
+        "experts": [{key for key in experts if key.startswith(f"{layer}.experts.")} for layer in layers],
+        "one expert": [last],
+    }[kind]:
+        changed = {key: x + 1 if key in keys else x for key, x in tensors.items()}
+        save_file(changed, model / WEIGHTS, metadata={"format": "pt"})
+        assert (difference(before, identity_of(model), one_host=False) == WEIGHTS) is seen, keys
+
+
 def test_changed_and_missing_files_are_named(model: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(model, tmp_path / "other"))
     text = (other / CONFIG).read_text()

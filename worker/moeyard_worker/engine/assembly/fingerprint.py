@@ -37,7 +37,8 @@ def fingerprint(
         "weights": {name: content for name, (content, _) in checkpoint.identity.items()},
         "random": [config.shape, config.num_layers, config.quantization],
         "dtype": model.served_dtype(config.dtype),
-        "rotations": [repr(attention.rope) for attention in model.attention],
+        # Not those of draft layers: drafts change no bits.
+        "rotations": [repr(attention.rope) for attention in model.attention[: model.num_layers]],
         "device": device,
         "code": _code(),
         "versions": [importlib.metadata.version(name) for name in ("torch", "triton")[: 2 - on_cpu]],
