@@ -14,12 +14,19 @@ from moeyard.cli.config_file import with_config_file
 from moeyard.fleet.messages import Rank
 from moeyard.local.before_start import check_before_start
 from moeyard.local.serve import fleet_fingerprint
-from moeyard.local.settings import answer_formats_of, api_settings, engine_config, sampling_defaults, start_notes
+from moeyard.local.settings import (
+    answer_formats_of,
+    api_settings,
+    check_compression,
+    engine_config,
+    sampling_defaults,
+    start_notes,
+)
 from moeyard_router.config import RouterConfig, SamplingDefaults, WorkerAddress
 from moeyard_router.text.chat import TextCodec
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.model_config import ModelConfig
-from moeyard_worker.models.shapes import served_model, shape_model
+from moeyard_worker.models.shapes import SHAPES, served_model, shape_model
 from moeyard_worker.protocol import KvCompression
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo"
@@ -284,6 +291,19 @@ def test_window_larger_than_a_step_is_refused_at_startup(flags: str) -> None:
     config = engine_config(args)
     with pytest.raises(ValueError, match=r"^--kv-compression: the window of 32 exceeds the (16|28) prompt rows"):
         check_before_start(config, load_model_config(DEMO), api=api_settings(args, config), local=True)
+
+
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+def test_default_compression_that_the_model_lacks_is_refused_at_startup(shape: str) -> None:
+    """Every request would be refused for a field that its client did not send."""
+    words = f"serve --load-format dummy --shape {shape} --layers 4 --kv-compression"
+    args = build_parser().parse_args([*words.split(), '{"method": "snapkv", "budget": 64}'])
+    config, model = engine_config(args), shape_model(shape, 4)
+    if model.family == "deepseek_v4":
+        with pytest.raises(ValueError, match="^--kv-compression: deepseek_v4 cannot be compressed, because its cache"):
+            check_before_start(config, model, api=api_settings(args, config), local=True)
+    else:
+        check_compression(api_settings(args, config), config, model)
 
 
 def test_window_fits_after_a_chunk_of_positions() -> None:

@@ -161,7 +161,13 @@ def check_compression(api: ApiSettings, config: EngineConfig, model: ModelConfig
     kept = api.kv_compression
     if kept is None:
         return
-    rows = window_rows(config, model.state_spec(1).chunk_alignment)
+    state = model.state_spec(1)
+    if not state.compressible:
+        raise ValueError(
+            f"--kv-compression: {model.family} cannot be compressed, because its cache holds one entry for several "
+            "positions; start without it"
+        )
+    rows = window_rows(config, state.chunk_alignment)
     if kept.window > rows:
         raise ValueError(
             f"--kv-compression: the window of {kept.window} exceeds the {rows} prompt rows that a step has at least; "
