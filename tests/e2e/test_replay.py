@@ -12,7 +12,6 @@ from tests.e2e.http_fleet import HttpFleet, engine_config, serve_http
 from tests.fleet import ProcessPool
 
 from moeyard.cli.commands import main
-from moeyard.clients.replay import read_log
 from moeyard_router.config import AccessConfig
 
 PROMPT = [7, 91, 3, 200, 64, 12, 5]
@@ -69,9 +68,9 @@ def test_another_fleet_repeats_every_answer(
     assert len(lines) == 15
     assert stat.S_IMODE(os.stat(log).st_mode) == 0o600
     assert main(["replay", str(log), "--url", two_ranks.url, "--concurrency", "4"]) == 0
-    replayed = len(list(read_log(log)))
-    assert replayed == sum(line["output_tokens"] > 0 for line in lines) >= 13
-    assert capsys.readouterr().out == f"all {replayed} answers are equal\n"
+    empty = sum(line["output_tokens"] == 0 for line in lines)
+    assert empty == 1
+    assert capsys.readouterr().out == f"all {len(lines) - empty} answers are equal; left out: {empty} without output\n"
 
 
 def edited(lines: list[dict[str, Any]], tmp_path: Path) -> str:
@@ -80,30 +79,46 @@ def edited(lines: list[dict[str, Any]], tmp_path: Path) -> str:
     return str(path)
 
 
-def test_answers_of_several_weights_are_left_out(
+def test_lines_that_are_left_out(
     log: Path, two_ranks: HttpFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = [line for line in lines_of(log) if line["output_tokens"] > 1][:2]
     assert [span["version"] for span in one["weight_versions"]] == ["default"]
     spans = [{"version": "a", "start": 0, "end": 1}, {"version": "b", "start": 1, "end": one["output_tokens"]}]
-    path = edited([{**one, "weight_versions": spans, "token_ids": [1, 2, 3]}, other], tmp_path)
-    assert main(["replay", path, "--url", two_ranks.url]) == 0
-    assert capsys.readouterr().out == "all 1 answers are equal; 1 with tokens of several weights were left out\n"
+    mixed = {**one, "weight_versions": spans, "token_ids": [1, 2, 3]}
+    empty = {**one, "token_ids": [], "output_tokens": 0}
+    for lines, said in (
+        ([other], "the only answer is equal"),
+        ([mixed, other, other], "all 2 answers are equal; left out: 1 with tokens of several weights"),
+        ([empty, other, empty], "the only answer is equal; left out: 2 without output"),
+        (
+            [empty, mixed, other],
+            "the only answer is equal; left out: 1 without output, 1 with tokens of several weights",
+        ),
+    ):
+        assert main(["replay", edited(lines, tmp_path), "--url", two_ranks.url]) == 0
+        assert capsys.readouterr().out == f"{said}\n"
+    for lines, said in (([empty], "no request has output"), ([empty, mixed], "every output has tokens of several")):
+        with pytest.raises(SystemExit, match="2"):
+            main(["replay", edited(lines, tmp_path), "--url", two_ranks.url])
+        assert said in capsys.readouterr().err
 
 
 def test_first_difference_is_named(
     log: Path, two_ranks: HttpFleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def replayed(*lines: dict[str, Any]) -> str:
-        path = edited([lines_of(log)[0], *lines], tmp_path)
+    def replayed(*lines: dict[str, Any], equal: int = 1) -> str:
+        path = edited([lines_of(log)[0]] * equal + list(lines), tmp_path)
         assert main(["replay", path, "--url", two_ranks.url]) == 1
         return capsys.readouterr().out.removeprefix(path)
 
     one = lines_of(log)[0]
-    fingerprints = " (system_fingerprint was fp_ab12 and is fp_cd34); 1 answers before it are equal\n"
+    fingerprints = " (system_fingerprint was fp_ab12 and is fp_cd34); 1 answer before it is equal\n"
     ids, logprobs = one["token_ids"], one["token_logprobs"]
     other = [*ids[:5], ids[5] + 1, *ids[6:]]
     assert replayed({**one, "token_ids": other}) == f":2: token 5 was {ids[5] + 1} and is {ids[5]}{fingerprints}"
+    for equal, said in ((0, "it is the first answer"), (2, "2 answers before it are equal")):
+        assert replayed({**one, "token_ids": other}, equal=equal).endswith(f"); {said}\n")
     wrong = [*logprobs[:7], logprobs[7] * (1 + 2**-40), *logprobs[8:]]
     name = f":2: the log-probability of token 7 was {wrong[7]!r} and is {logprobs[7]!r}"
     assert replayed({**one, "token_logprobs": wrong}) == name + fingerprints

@@ -18,7 +18,7 @@ _AHEAD = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Logged:
-    """A line of `--log-requests` with a prompt and at least one output token. `place`: its file and line.
+    """A line of `--log-requests` with a prompt. `place`: its file and line.
 
     mixed: whether the weights changed while it ran.
     """
@@ -42,8 +42,13 @@ def replay(args: argparse.Namespace) -> int:
     """Return 0 if all answers are equal, 1 at the first difference. Raises ValueError for an unusable log or server."""
     target = parse_target(args.url, args.api_key)
     known = list(read_log(Path(args.log)))
+    answered = [one for one in known if one.token_ids]
+    if not answered:
+        raise ValueError(f"{args.log}: no request has output")
     # One server has one set of weights.
-    logged = [one for one in known if not one.mixed]
+    logged = [one for one in answered if not one.mixed]
+    if not logged:
+        raise ValueError(f"{args.log}: every output has tokens of several weights")
     model = args.model or first_model(target)
     equal, step = 0, _AHEAD * args.concurrency
     with ThreadPoolExecutor(args.concurrency) as pool:
@@ -52,18 +57,27 @@ def replay(args: argparse.Namespace) -> int:
             for one, answer in zip(batch, pool.map(partial(answer_to, target, model), batch), strict=True):
                 found = difference(one, answer["choices"][0])
                 if found is not None:
-                    print(f"{one.place}: {found}{unlike(one, answer)}; {equal} answers before it are equal")
+                    print(f"{one.place}: {found}{unlike(one, answer)}; {before(equal)}")
                     return 1
                 equal += 1
-    left_out = len(known) - len(logged)
-    more = f"; {left_out} with tokens of several weights were left out" if left_out else ""
-    print(f"all {equal} answers are equal{more}")
+    left_out = {
+        "without output": len(known) - len(answered),
+        "with tokens of several weights": len(answered) - len(logged),
+    }
+    more = ", ".join(f"{count} {kind}" for kind, count in left_out.items() if count)
+    print(f"{f'all {equal} answers are' if equal > 1 else 'the only answer is'} equal{more and f'; left out: {more}'}")
     return 0
 
 
+def before(equal: int) -> str:
+    """Return what is known of the answers before a difference."""
+    if equal > 1:
+        return f"{equal} answers before it are equal"
+    return "1 answer before it is equal" if equal else "it is the first answer"
+
+
 def read_log(path: Path) -> Iterator[Logged]:
-    """Yield the lines that have output. Raises ValueError with the place of a line that cannot be replayed."""
-    found = False
+    """Yield the lines. Raises ValueError with the place of a line that cannot be replayed."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             place = f"{path}:{number}"
@@ -82,11 +96,7 @@ def read_log(path: Path) -> Iterator[Logged]:
                 raise ValueError(f"{place}: no line of `moeyard serve --log-requests`") from None
             if not one.prompt:
                 raise ValueError(f"{place}: has no prompt; serve with --log-prompts to log requests for a replay")
-            if one.token_ids:
-                found = True
-                yield one
-    if not found:
-        raise ValueError(f"{path}: no request has output")
+            yield one
 
 
 def answer_to(target: Target, model: str, one: Logged) -> dict[str, Any]:
