@@ -176,6 +176,33 @@ def test_choice_of_a_server() -> None:
     assert Sample.of_choice([1], {"token_ids": [7]}).routed_experts is None
 
 
+@pytest.mark.parametrize("choice", [{"text": "ab"}, {"text": "ab", "token_ids": None}])
+def test_choice_without_token_ids(choice: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r'^the choice has no token_ids: the request needs "return_token_ids": true$'):
+        Sample.of_choice([1], choice)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        *(({"dtype": dtype}, "dtype .* is not one of auto, ") for dtype in ("float16", "int8", "", torch.float32)),
+        ({"max_model_len": 513}, "max_model_len 513 exceeds the model's 512$"),
+        *(({"max_model_len": length}, "max_model_len") for length in (0, -1)),
+        ({"device": "gpu"}, "device 'gpu' is not cpu, cuda or cuda:N$"),
+    ],
+)
+def test_settings_that_no_server_has(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        TrainableModel(make_checkpoint(tmp_path, "qwen3_moe"), **settings)
+
+
+def test_samples_have_the_length_that_a_server_answers(tmp_path: Path) -> None:
+    model = TrainableModel(make_checkpoint(tmp_path, "qwen3_moe"), max_model_len=20)
+    assert model([Sample(prompt=[1] * 15, output=[2] * 5)])[0].isfinite().all()
+    with pytest.raises(ValueError, match="21 tokens, the model serves at most 20"):
+        model([Sample(prompt=[1] * 15, output=[2] * 6)])
+
+
 @pytest.mark.parametrize(
     ("sample", "message"),
     [

@@ -27,6 +27,7 @@ from moeyard_worker.checkpoint.reading import DTYPES, Reader
 from moeyard_worker.checkpoint.writing import NewCheckpoint, Piece
 from moeyard_worker.config.cpu_config import missing_cpu_environment
 from moeyard_worker.config.engine_config import DEVICE_DEFAULTS, EngineConfig
+from moeyard_worker.config.engine_config import DTYPES as DTYPE_NAMES
 from moeyard_worker.config.fields import read_json
 from moeyard_worker.engine.assembly.device import make_device
 from moeyard_worker.exchange.transports.local import LocalExchange
@@ -45,20 +46,28 @@ class TrainableModel(torch.nn.Module):
 
     dtype: a value of `moeyard serve --dtype`, or "float64" for checks such as `torch.autograd.gradcheck`. Parameters
         are then float64, and the forward uses the formula of the backward.
-    max_model_len: the value of `moeyard serve --max-model-len`, for rotations that depend on it.
+    max_model_len: the value of `moeyard serve --max-model-len`. It limits samples, and some rotations depend on it.
 
     DeepSeek-V4: the backward's formula repeats the indexer's choice of entries in its own dtype. Tables of experts by
     token id are no parameters.
 
-    Raises CheckpointError for a bad checkpoint. Raises ValueError for quantised weights, and on a CPU without the
-    environment that keeps bits.
+    Raises CheckpointError for a bad checkpoint. Raises ValueError for quantised weights, for settings that
+    `moeyard serve` refuses, and on a CPU without the environment that keeps bits.
     """
 
     def __init__(
         self, directory: Path | str, *, device: str = "cpu", dtype: str = "auto", max_model_len: int | None = None
     ) -> None:
         super().__init__()
+        if dtype not in (allowed := (*DTYPE_NAMES, "float64")):
+            raise ValueError(f"dtype {dtype!r} is not one of {', '.join(allowed)}")
+        self._exact = dtype == "float64"
+        defaults = DEVICE_DEFAULTS["cpu" if device == "cpu" else "cuda"]
+        self._engine = EngineConfig(model_path=str(directory), device=device, max_model_len=max_model_len, **defaults)
         self.config = load_model_config(directory, max_model_len)
+        self._longest = max_model_len or self.config.max_position
+        if self._longest > self.config.max_position:
+            raise ValueError(f"max_model_len {max_model_len} exceeds the model's {self.config.max_position}")
         if is_quantized(self.config):
             raise ValueError(f"{directory}: quantised weights cannot be trained; `moeyard dequantize` makes plain ones")
         if device == "cpu" and (missing := missing_cpu_environment()):
@@ -66,9 +75,6 @@ class TrainableModel(torch.nn.Module):
                 f"bits may differ from a server's without {' '.join(missing)}: call set_cpu_environment of "
                 "moeyard_worker.config.cpu_config before torch is imported"
             )
-        self._exact = dtype == "float64"
-        defaults = DEVICE_DEFAULTS["cpu" if device == "cpu" else "cuda"]
-        self._engine = EngineConfig(model_path=str(directory), device=device, **defaults)
         self._dtype = torch.float32 if self._exact else getattr(torch, self.config.served_dtype(dtype))
         self._checkpoint = open_checkpoint(directory, self.config)
         entries, place = self._checkpoint.index.entries, self._backend().device
@@ -136,8 +142,8 @@ class TrainableModel(torch.nn.Module):
         config, count = self.config, len(sample.prompt) + len(sample.output)
         if not sample.prompt or not sample.output:
             raise ValueError(f"a sample has {len(sample.prompt)} prompt and {len(sample.output)} output tokens")
-        if count > config.max_position:
-            raise ValueError(f"a sample has {count} tokens, the model serves at most {config.max_position}")
+        if count > self._longest:
+            raise ValueError(f"a sample has {count} tokens, the model serves at most {self._longest}")
         outside = [i for i in (*sample.prompt, *sample.output) if not 0 <= i < config.vocab_size]
         if outside:
             raise ValueError(f"a sample has token {outside[0]}, outside the vocabulary of {config.vocab_size}")

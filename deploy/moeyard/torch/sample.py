@@ -29,7 +29,12 @@ class Sample:
 
     @staticmethod
     def of_choice(prompt: Sequence[int], choice: Mapping[str, Any]) -> "Sample":
-        """Return the sample of a choice of `/inference/v1/generate`, with its `routed_experts` if it has any."""
+        """Return the sample of a choice of `/inference/v1/generate`, with its `routed_experts` if it has any.
+
+        Choices of other routes have `token_ids` if the request has `return_token_ids`. Raises ValueError without them.
+        """
+        if choice.get("token_ids") is None:
+            raise ValueError('the choice has no token_ids: the request needs "return_token_ids": true')
         routed = None
         if (text := choice.get("routed_experts")) is not None:
             routed = torch.from_numpy(np.load(io.BytesIO(base64.b64decode(text))).astype(np.int64))
