@@ -4,6 +4,7 @@ test_linear_attention.py tests that it has one answer for every cut and neighbou
 """
 
 import copy
+import re
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -292,9 +293,13 @@ def test_wrong_settings_are_named(case: str, tmp_path: Path) -> None:
 def test_wrong_tables_of_experts_are_named(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "deepseek_v4")
     key = "model.layers.0.ffn.gate.tid2eid"
-    edit_tensors(tmp_path, add={key: torch.full((VOCAB_SIZE, 2), 8)})
-    with pytest.raises(CheckpointError, match=f"{key} names experts 8 to 8, of 8"):
-        local_runner(tmp_path, dtype=torch.float32, num_pages=4)
+    file = re.escape(str(tmp_path / "model.safetensors"))
+    for low, high in ((8, 8), (5, 12), (-1, 7)):
+        table = torch.full((VOCAB_SIZE, 2), low)
+        table[-1, 1] = high
+        edit_tensors(tmp_path, add={key: table})
+        with pytest.raises(CheckpointError, match=f"^{file}: {key} names experts {low} to {high}, of 8$"):
+            local_runner(tmp_path, dtype=torch.float32, num_pages=4)
     edit_tensors(tmp_path, remove=(key,))
     with pytest.raises(CheckpointError, match=f"no tensor {key} of shape"):
         local_runner(tmp_path, dtype=torch.float32, num_pages=4)

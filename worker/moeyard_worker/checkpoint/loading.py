@@ -16,6 +16,7 @@ from moeyard_worker.checkpoint.check import CheckedCheckpoint, DummyCheckpoint, 
 from moeyard_worker.checkpoint.decoding import Read, fill
 from moeyard_worker.checkpoint.dummy import DummyWeights
 from moeyard_worker.checkpoint.reading import PinnedBuffers, Reader
+from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.layers.weights import Weight
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import ModelSpec
@@ -105,7 +106,10 @@ class CheckpointWeights:
         return self._reader.read_bytes / self._reader.read_seconds if self._reader.read_seconds else None
 
     def load(self, weight: Weight) -> Any:
-        """Return the parameter that `weight` describes: a `Matrix` if `weight.matrix`, else a tensor."""
+        """Return the parameter that `weight` describes: a `Matrix` if `weight.matrix`, else a tensor.
+
+        Raises CheckpointError for a table of experts that names one which does not exist.
+        """
         form = self._spec.form(weight, self._dtype)
         out = Matrix.empty(form, weight.rows, weight.columns, self._backend.device)
         if sum(part.shape[0] for part in weight.parts) < weight.rows:
@@ -113,9 +117,17 @@ class CheckpointWeights:
                 array.zero_()
         for part in weight.parts:
             fill(out.rows(part.row, part.shape[0]), part, self._spec.scheme(part), self._read, self._entries)
+            if part.ids:
+                self._check_table(part.key, out.data)
         if weight.plus:
             out.data.add_(weight.plus)
         return self._backend.matrix(out) if weight.matrix else out.data.view(weight.shape)
+
+    def _check_table(self, key: str, table: torch.Tensor) -> None:
+        low, high, count = int(table.min()), int(table.max()), self._spec.config.num_experts
+        if low < 0 or high >= count:
+            at = f"{self._entries[key].file}: " if key in self._entries else ""
+            raise CheckpointError(f"{at}{key} names experts {low} to {high}, of {count}")
 
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         """Write an expert into `out`. Raises CheckpointError if a file has changed since it was checked."""

@@ -8,7 +8,6 @@ import torch
 
 from moeyard_kernels.backend import Backend, StepPlan
 from moeyard_kernels.types.matrix import Matrix
-from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.exchange.base import Exchange
 from moeyard_worker.layers.moe import Experts, Mlp, Moe
 from moeyard_worker.layers.overwriting import tensors
@@ -29,13 +28,6 @@ Allocate = Callable[[int], Mapping[str, torch.Tensor]]
 def load_all(load: Load, weights: Mapping[str, Weight]) -> dict[str, Any]:
     """Return the loaded weights under the same names."""
     return {name: load(weight) for name, weight in weights.items()}
-
-
-def _check_table(table: torch.Tensor, weight: Weight, num_experts: int) -> None:
-    """Raise CheckpointError for a table of experts that names one which does not exist."""
-    low, high = int(table.min()), int(table.max())
-    if low < 0 or high >= num_experts:
-        raise CheckpointError(f"{weight.parts[0].key} names experts {low} to {high}, of {num_experts}")
 
 
 class DecoderLayer:
@@ -63,8 +55,6 @@ class DecoderLayer:
         weights = load_all(load, layer.attention)
         self.attention = config.attention[index].build(backend, weights=weights, state=state, rope=rope)
         weights = load_all(load, layer.mlp)
-        if index in config.hash_layers:
-            _check_table(weights["gate_table"], layer.mlp["gate_table"], config.num_experts)
         self.block: Mlp | Moe
         if layer.experts is None:
             self.block = Mlp(backend, **weights)

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -618,13 +618,31 @@ def check_model(config: EngineConfig, model: ModelConfig, weights: ServedWeights
         return
     found = served_model(replace(config, **_AS_DIRECTORY, model_path=weights.directory))
     found = replace(found, eos_token_ids=model.eos_token_ids)
-    names = [each.name for each in fields(model) if getattr(found, each.name) != getattr(model, each.name)]
-    if names:
-        one = names[0]
+    if found != model:
+        name, new, served = first_difference("", found, model)
         raise ValueError(
-            f"{weights.directory}/{CONFIG_NAME} describes another model: {one} is {getattr(found, one)!r:.80}, and "
-            f"{getattr(model, one)!r:.80} is served; start the server with it"
+            f"{weights.directory}/{CONFIG_NAME} describes another model: {name} is {new!r:.80}, and {served!r:.80} is "
+            "served; start the server with it"
         )
+
+
+def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
+    """Return the innermost field in which two unequal values first differ, with both its values. `name`: of the values.
+
+    It looks into dataclasses and tuples.
+    """
+    parts: Iterable[tuple[str, Any, Any]] = ()
+    if type(one) is type(other) and is_dataclass(one):
+        names = (each.name for each in fields(one))
+        parts = ((f"{name}.{each}".lstrip("."), getattr(one, each), getattr(other, each)) for each in names)
+    elif isinstance(one, tuple) and isinstance(other, tuple):
+        parts = ((f"{name}[{i}]", *pair) for i, pair in enumerate(zip(one, other, strict=False)))
+    for part in parts:
+        if part[1] != part[2]:
+            return first_difference(*part)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return f"the length of {name}", len(one), len(other)
+    return name, one, other
 
 
 def open_recorder(
