@@ -178,6 +178,17 @@ def test_salt_reaches_the_worker(service):
     assert answer.json()["error"]["param"] == "cache_salt"
 
 
+def test_salt_beside_the_ids_and_among_the_parameters(service):
+    for outer, inner in (("7", None), (None, "7"), ("7", "7")):
+        generate(service, sampling_params={"max_tokens": 1, "cache_salt": inner}, cache_salt=outer)
+    assert [submit.sampling.cache_salt for submit in service.submits] == ["7"] * 3
+    answer = service.post(PATH, token_ids=PROMPT, sampling_params={"cache_salt": "8"}, cache_salt="7")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "cache_salt"
+    assert "cache_salt and sampling_params.cache_salt are both given and differ" in answer.json()["error"]["message"]
+    assert len(service.submits) == 3
+
+
 def test_large_bodies_have_the_same_answer(service):
     """A body above 64 KiB becomes a job in another process."""
     body = {

@@ -12,6 +12,7 @@ from moeyard_router.api.messages import ChatMessage, TextPart, ToolCall
 from moeyard_router.api.schema import ChatRequest, CompletionRequest, StreamOptions
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOKEN_IDS = "/inference/v1/generate"
 HELLO = [{"role": "user", "content": "Hello"}]
 HEADER = "x-moeyard-ignored"
 # Fields that the openai package (`message.model_dump()`) and other clients echo from an answer.
@@ -210,6 +211,29 @@ def test_typing_errors_are_refused_with_a_guess(service):
 @pytest.fixture(scope="module")
 def lenient(starter):
     return starter(1, unknown_fields="ignore")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        *(
+            (COMPLETIONS, {name: [5, 6]}, f"'prompt' is required: send '{name}' as 'prompt'")
+            for name in ("prompt_token_ids", "token_ids", "input_ids", "promt")
+        ),
+        (TOKEN_IDS, {"prompt_token_ids": [5]}, "'token_ids' is required: send 'prompt_token_ids' as 'token_ids'"),
+        ("/detokenize", {"token_ids": [5]}, "'tokens' is required: send 'token_ids' as 'tokens'"),
+        (CHAT, {"token_ids": [5], "zz": 1}, "'messages' is required"),
+        (CHAT, {"zz": 1, "message": []}, "'messages' is required: send 'message' as 'messages'"),
+        (COMPLETIONS, {"zz": 1, "text": "x"}, "'prompt' is required"),
+        (COMPLETIONS, {"prompt_token_ids": None}, "'prompt' is required"),
+    ],
+)
+def test_other_names_of_required_fields(service, lenient, path, fields, message):
+    given = {"sampling_params": {}, **fields} if path == TOKEN_IDS else fields
+    for each in (service, lenient):
+        answer = each.post(path, **given)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+        assert answer.json()["error"]["param"] == message.split("'")[1]
 
 
 @pytest.mark.parametrize("path", EVERY_API)

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import orjson
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from moeyard_router.api.choice import Choice, Delta
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
@@ -86,6 +87,15 @@ class GenerateRequest(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt | None = None
+
+    @model_validator(mode="after")
+    def _one_salt(self) -> "GenerateRequest":
+        salts = {self.cache_salt, self.sampling_params.cache_salt} - {None}
+        if len(salts) > 1:
+            raise PydanticCustomError(
+                "cache_salt", "cache_salt and sampling_params.cache_salt are both given and differ"
+            )
+        return self
 
 
 class AllRoomCompletion(CompletionRequest):

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
@@ -50,6 +50,9 @@ def _check(param: str, count: int, unit: str, limit: int) -> None:
 RequestT = TypeVar("RequestT", bound=Strict)
 _MAX_NAMED = 32  # unknown fields that the answer names
 _UNPRINTABLE = re.compile(r"[^\w.$-]", re.ASCII)
+# Names of token ids in APIs of model servers, and the fields that take them here.
+_IDS = frozenset(("ids", "input_ids", "prompt_token_ids", "token_ids", "tokens"))
+_TAKE_IDS = frozenset(("prompt", "token_ids", "tokens"))
 _Place = tuple[int | str, ...]
 # JSON's names of the types in errors of pydantic, which says "list", and "dictionary" or a class.
 _EXPECTED = MappingProxyType(
@@ -74,7 +77,9 @@ def validate(data: dict[str, Any], kind: type[RequestT]) -> RequestT:
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        raise _as_api_error(error.errors(include_url=False, include_context=False)[0], kind) from error
+        details = error.errors(include_url=False, include_context=False)
+        unknown = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
+        raise _as_api_error(details[0], kind, map(_path, unknown[:_MAX_NAMED])) from error
 
 
 def _without_unknown(data: dict[str, Any], kind: type[RequestT]) -> RequestT:
@@ -87,7 +92,8 @@ def _without_unknown(data: dict[str, Any], kind: type[RequestT]) -> RequestT:
             details = error.errors(include_url=False, include_context=False, include_input=False)
             found = [detail["loc"] for detail in details if detail["type"] == "extra_forbidden"]
             if not [place for place in found if _removed(data, place)]:
-                raise _as_api_error(error.errors(include_url=False, include_context=False)[0], kind) from error
+                first = error.errors(include_url=False, include_context=False)[0]
+                raise _as_api_error(first, kind, list(names)[:_MAX_NAMED]) from error
             names |= dict.fromkeys(map(_path, found))
         else:
             dropped = (*request.dropped, *list(names)[:_MAX_NAMED])
@@ -104,6 +110,11 @@ def _removed(data: Any, place: _Place) -> bool:
     if there:
         del data[last]
     return there
+
+
+def _means(name: str, param: str) -> bool:
+    """Return whether an unknown field's name probably stands for the field `param`."""
+    return (name in _IDS and param in _TAKE_IDS) or bool(difflib.get_close_matches(name, [param], cutoff=0.75))
 
 
 def _path(place: _Place) -> str:
@@ -129,7 +140,8 @@ def _parts(annotation: Any) -> list[type]:
     return [annotation, *parts] if isinstance(annotation, type) else parts
 
 
-def _as_api_error(detail: ErrorDetails, kind: type[Strict]) -> ApiError:
+def _as_api_error(detail: ErrorDetails, kind: type[Strict], unknown: Iterable[str]) -> ApiError:
+    """Return the answer to an error of a body of `kind` with these unknown fields."""
     # An error of a whole model has no location. The models' validators give the field's name as its type.
     param = ".".join(str(part) for part in detail["loc"]) if detail["loc"] else detail["type"]
     message = f"'{param}': {detail['msg']}"
@@ -145,7 +157,8 @@ def _as_api_error(detail: ErrorDetails, kind: type[Strict]) -> ApiError:
     elif detail["type"] == "literal_error" and isinstance(detail["input"], str):
         message += f", got '{detail['input']:.40}'"
     elif detail["type"] == "missing":
-        message = f"'{param}' is required"
+        other = next((name for name in unknown if _means(name, param)), None)
+        message = f"'{param}' is required" + (f": send '{other}' as '{param}'" if other else "")
     elif detail["type"] == "refused":
         message = f"'{param}' {detail['msg']}"
     return bad_request(message, param)
