@@ -358,6 +358,13 @@ def test_bad_arguments(flags: tuple[str, ...], says: str) -> None:
         engine.bench_engine(parse(*flags))
 
 
+def test_prompts_that_the_model_cannot_compress_are_refused_before_it_loads() -> None:
+    args = parse(*("--shape", "DeepSeek-V4-Flash", "--device", "cpu", "--context", "1x200", "--kv-budget", "64"))
+    wanted = engine.scenarios(args)
+    with pytest.raises(ValueError, match=r"^--kv-budget 64: deepseek_v4 cannot be compressed \(docs/snapkv.md\)$"):
+        bench(args, wanted, print).run([engine.engine_config(args, wanted)])
+
+
 KIMI = ("--shape", "Kimi-K2", "--layers", "2")
 
 

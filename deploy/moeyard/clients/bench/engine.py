@@ -130,6 +130,9 @@ class Bench:
 
     def _run_one(self, config: EngineConfig) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         model = served_model(config)
+        budgets = [each.budget for each in self.wanted if isinstance(each, Decode) and each.budget is not None]
+        if budgets and not model.state_spec(1).compressible:
+            raise ValueError(f"--kv-budget {budgets[0]}: {model.family} cannot be compressed (docs/snapkv.md)")
         subject = Subject(config, check_weights(config, model).spec, self.sampling)
         try:
             slots, experts = subject.report["expert_slots"], subject.report["num_experts"]
