@@ -300,7 +300,7 @@ def test_default_compression_that_the_model_lacks_is_refused_at_startup(shape: s
     args = build_parser().parse_args([*words.split(), '{"method": "snapkv", "budget": 64}'])
     config, model = engine_config(args), shape_model(shape, 4)
     if model.family == "deepseek_v4":
-        with pytest.raises(ValueError, match="^--kv-compression: deepseek_v4 cannot be compressed, because its cache"):
+        with pytest.raises(ValueError, match=r"^--kv-compression: deepseek_v4 cannot be compressed, because its cache"):
             check_before_start(config, model, api=api_settings(args, config), local=True)
     else:
         check_compression(api_settings(args, config), config, model)
