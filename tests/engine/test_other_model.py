@@ -9,7 +9,7 @@ from tests.checkpoints import edit_config, make_checkpoint
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import ServedWeights
-from moeyard_worker.engine.assembly.worker import check_model
+from moeyard_worker.engine.assembly.worker import check_model, first_difference
 from moeyard_worker.models.shapes import served_model
 
 
@@ -34,3 +34,9 @@ def test_field_that_differs_is_named(family: str, change: dict[str, Any], named:
     place = re.escape(f"{other}/config.json")
     with pytest.raises(ValueError, match=f"^{place} describes another model: {named}; start the server with it$"):
         check_model(config, served_model(config), weights)
+
+
+def test_entries_of_one_set_are_named() -> None:
+    common = frozenset(f"model.layers.{i}.mlp.gate" for i in range(40))
+    found = first_difference("", (1, common | {"lm_head"}), (1, common))
+    assert found == ("[1], without common entries,", ["lm_head"], [])

@@ -629,7 +629,7 @@ def check_model(config: EngineConfig, model: ModelConfig, weights: ServedWeights
 def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
     """Return the innermost field in which two unequal values first differ, with both its values. `name`: of the values.
 
-    It looks into dataclasses and tuples.
+    It looks into dataclasses, tuples and sets.
     """
     parts: Iterable[tuple[str, Any, Any]] = ()
     if type(one) is type(other) and is_dataclass(one):
@@ -642,6 +642,8 @@ def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:
             return first_difference(*part)
     if isinstance(one, tuple) and isinstance(other, tuple):
         return f"the length of {name}", len(one), len(other)
+    if isinstance(one, frozenset) and isinstance(other, frozenset):
+        return f"{name}, without common entries,", sorted(one - other), sorted(other - one)
     return name, one, other
 
 
