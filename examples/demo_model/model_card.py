@@ -91,6 +91,15 @@ def figures(result: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def forms(result: dict[str, Any]) -> str:
+    """Return forms.json as a Markdown table."""
+    rows = [
+        (name, f"{row['bits_per_byte']:.4f}", f"{row['bytes'] / 1e6:.1f}", f"{row['tpot_ms']:.2f}")
+        for name, row in result["forms"].items()
+    ]
+    return table(("form", "bits/byte", "MB", "TPOT, ms"), rows)
+
+
 def quote(row: dict[str, Any]) -> str:
     """Return one sample as a Markdown quotation that keeps its line breaks."""
 
@@ -223,8 +232,8 @@ passages with the training text is left out of both: {left_out}."""
 
 def write_card(folder: Path) -> None:
     """Write README.md and curves.svg. Raises OSError or KeyError if a record is missing or incomplete."""
-    result, training, data = (
-        json.loads((folder / f"{name}.json").read_text()) for name in ("evaluation", "training", "data")
+    result, training, data, formed = (
+        json.loads((folder / f"{name}.json").read_text()) for name in ("evaluation", "training", "data", "forms")
     )
     config = json.loads((folder / "config.json").read_text())
     counts = count_parameters(folder)
@@ -243,6 +252,7 @@ def write_card(folder: Path) -> None:
             transformers=result["transformers"],
             torch=result["torch"],
             figures=figures(result),
+            forms=forms(formed),
             samples=samples(result),
         )
     )

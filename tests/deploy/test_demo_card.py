@@ -1,6 +1,7 @@
 """examples/demo_model/model_card.py and curves.py: the card shows the figures that the other scripts recorded."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -56,6 +57,8 @@ def folder(directory: Path, result) -> Path:
     }
     split = {"share": 0.013, "max_shared_shingles": 0.03, "left_out_for_shared_passages": ["sea: Storms"]}
     (directory / "data.json").write_text(json.dumps({"sources": [source], "split": split}))
+    forms = {"int4-g32": {"bits_per_byte": 1.23456, "bytes": 7654321, "tpot_ms": 8.765}}
+    (directory / "forms.json").write_text(json.dumps({"forms": forms}))
     model_card.write_card(directory)
     return directory
 
@@ -72,6 +75,7 @@ def test_card_shows_the_recorded_figures(folder: Path, result) -> None:
         assert f"{row['bits_per_byte']:.3f}" in card
     for text in ("python train.py --steps 800", "77", "Abacus", "1.5 minutes", "80,000", "curves.svg"):
         assert text in card
+    assert re.search(r"\| int4-g32 +\| +1\.2346 +\| +7\.7 +\| +8\.77 +\|", card)
     for text in ("sea-stories", "1.2", "nobody's", "drowned in 1700", "1,234 / 56.8", "2 / 0.1", "1.3%", "sea: Storms"):
         assert text in card
     assert card.count("seed ") >= len(result["samples"]) == len(TEXTS["sea"]) + len(TEXTS["verse"])
