@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tests.checkpoints import FAMILIES, add_drafts, edit_config, edit_tensors, make_checkpoint, write_tokenizer
 from tests.quantised import PLAIN, SMALL, make_pair, make_served, quantise
 
@@ -117,6 +117,16 @@ def test_the_layer_of_multi_token_prediction_is_dequantised(tmp_path: Path) -> N
     found = tensors(written(dequantized(quantised), tmp_path / "out"))
     assert f"{DRAFTS}.0.up_proj.weight" in found
     check_equal(found, tensors(plain))
+
+
+def test_a_damaged_value_is_refused_with_its_file(qwen: Path, tmp_path: Path) -> None:
+    quantise(qwen, "fp8")
+    stored = load_file(qwen / "model.safetensors")
+    key = "model.layers.0.self_attn.q_proj.weight"
+    stored[f"{key}_scale_inv"][0, 0] = float("nan")
+    save_file(stored, qwen / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(qwen))}/model.safetensors: {key}_scale_inv holds a"):
+        written(dequantized(qwen), tmp_path / "out")
 
 
 def test_other_files_and_scales(qwen: Path, tmp_path: Path) -> None:

@@ -63,21 +63,23 @@ def dequantized(directory: Path | str, gguf: str | None = None) -> NewCheckpoint
             continue
         # Rows of plain values may be in another order than that of the checkpoint.
         dtype, shape = torch.bfloat16 if coded else torch.float32, parts[0].whole or parts[0].shape
-        make = partial(_dequantize, spec, reader, parts if parts[0].whole else parts[:1], dtype)
+        make = partial(_dequantize, checkpoint, reader, parts if parts[0].whole else parts[:1], dtype)
         pieces.append(Piece({key: (dtype, shape)}, make))
     if gguf is None:
         pieces += [_copy(checkpoint, reader, key) for key in _others(checkpoint)]
     return _new(checkpoint, _plain_config(directory), pieces)
 
 
-def _dequantize(spec: ModelSpec, reader: Reader, parts: list[Part], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    first = parts[0]
+def _dequantize(
+    checkpoint: CheckedCheckpoint, reader: Reader, parts: list[Part], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    first, spec, entries = parts[0], checkpoint.spec, checkpoint.index.entries
     values = torch.empty(first.whole or first.shape, dtype=dtype)
     out = Matrix.plain(values.flatten(0, -2))
     for part in parts:
         # The rows keep the order in which they are stored.
         part = replace(part, regroup=None)
-        fill(out.rows(part.begin, part.shape[0]), part, spec.scheme(part), reader.copy)
+        fill(out.rows(part.begin, part.shape[0]), part, spec.scheme(part), reader.copy, entries)
     return {first.key: values}
 
 
