@@ -5,17 +5,20 @@ those behind the change must be what a fresh fleet computes behind the tokens be
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.checkpoints import VOCAB_SIZE, add_drafts, edit_config, make_checkpoint
+from safetensors.torch import load_file
+from tests.checkpoints import VOCAB_SIZE, add_drafts, edit_config, edit_tensors, make_checkpoint
 from tests.fleet import Answer, Fleet, ProcessPool, start_fleet
 
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.worker_spec import ServedWeights
+from moeyard_worker.protocol import Done
 
 # Latent attention with all experts in slots, grouped heads with few slots, layers with a state per sequence.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -215,6 +218,56 @@ def test_refused_weights_leave_the_old_ones(
             fleet.ranks[0].call("use_weights", good)
         ask(fleet, "after")
         assert [bits(each) for each in answers(fleet, "after")] == wanted
+
+
+EXPERT = "model.layers.1.mlp.experts.{}.down_proj.weight"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("family", "options", "rank", "key"),
+    [
+        ("deepseek_v3", {}, 0, "model.norm.weight"),
+        ("deepseek_v3", {}, 0, "lm_head.weight"),
+        ("deepseek_v3", {}, 1, "model.layers.0.self_attn.kv_b_proj.weight"),
+        ("deepseek_v3", {}, 0, EXPERT.format(0)),
+        ("qwen3_moe", {"expert_slots": 5}, 1, EXPERT.format(7)),
+    ],
+    ids=["norm", "head", "attention", "expert", "expert_without_slot"],
+)
+def test_values_that_are_not_finite_are_refused(
+    processes: ProcessPool, tmp_path: Path, family: str, options: dict[str, Any], rank: int, key: str, value: float
+) -> None:
+    """One value in one tensor. A rank checks also the experts that it reads from the files later."""
+    good, bad = (make_checkpoint(tmp_path / name, family) for name in ("good", "bad"))
+    tensor = load_file(bad / "model.safetensors")[key]
+    tensor.view(-1)[-3] = value
+    edit_tensors(bad, add={key: tensor})
+    with start_fleet(processes, config_of(good, "mla", **options)) as fleet:
+        ask(fleet, "before")
+        wanted = [bits(each) for each in answers(fleet, "before")]
+        said = rf"bad/model\.safetensors: {re.escape(key)} holds values that are not finite$"
+        with pytest.raises(RuntimeError, match=said):
+            fleet.ranks[rank].call("stage_weights", ServedWeights(version="x", directory=str(bad)))
+        ask(fleet, "after")
+        assert [bits(each) for each in answers(fleet, "after")] == wanted
+
+
+def test_finite_weights_whose_logits_are_not_finite_are_named(processes: ProcessPool, tmp_path: Path) -> None:
+    """The reader finds nothing, because only the sums overflow."""
+    good, bad = (make_checkpoint(tmp_path / name, "deepseek_v3") for name in ("good", "bad"))
+    head = load_file(bad / "model.safetensors")["lm_head.weight"]
+    edit_tensors(bad, add={"lm_head.weight": head.sign() * 3e38})
+    with start_fleet(processes, config_of(good, "mla", num_workers=1)) as fleet:
+        ask_one = {**SAMPLING, "max_tokens": 2}
+        fleet.client.submit(0, "sound", PROMPTS[0], **ask_one)
+        fleet.client.wait("sound")
+        fleet.update(ServedWeights(version="huge", directory=str(bad)))
+        fleet.client.submit(0, "spoilt", PROMPTS[0], **ask_one)
+        (spoilt,) = fleet.client.wait("spoilt")
+        assert isinstance(spoilt.end, Done)
+        said = r"rank 0: weights huge give logits that are not finite: request spoilt, step \d+"
+        assert re.fullmatch(said, spoilt.end.error or "")
 
 
 def test_ranks_with_other_weights_do_not_meet(

@@ -60,6 +60,8 @@ def test_accelerator_error_is_a_runtime_error() -> None:
 
 def test_many_requests_are_named_briefly() -> None:
     assert str(not_finite(["r17"], step=812)) == "logits of step 812 are not finite: request r17"
+    first = not_finite(["r17"], step=812, weights="v2")
+    assert str(first) == "weights v2 give logits that are not finite: request r17, step 812"
     many = not_finite([f"r{i}" for i in range(6)], step=3)
     assert str(many).endswith("request r0, r1, r2, r3 and 2 more")
     assert many.requests == tuple(f"r{i}" for i in range(6)), "the error lists all requests"

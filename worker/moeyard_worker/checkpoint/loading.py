@@ -48,22 +48,19 @@ def read_through(
 ) -> None:
     """Read all dense weights and these experts, (layer, expert), in host memory, and keep nothing.
 
-    A rank without room for a second copy calls it before it overwrites its weights: files that cannot be read, or hold
-    damaged scales, are found before the first byte changes. `compare` loads all dense weights and compares them with
-    those in use (`Runner.compare`). Raises CheckpointError and OSError, and the errors of `compare`.
+    A rank without room for a second copy calls it before it overwrites its weights: files that cannot be read, damaged
+    scales, and values that are not finite are found before the first byte changes. `compare` loads all dense weights
+    and compares them with those in use (`Runner.compare`). Raises CheckpointError and OSError, and the errors of
+    `compare`.
     """
     host = _HostBackend()
-    weights = CheckpointWeights(checkpoint, backend=cast("Backend", host), dtype=dtype)
+    weights = CheckpointWeights(checkpoint, backend=cast("Backend", host), dtype=dtype, refuses_nan=True)
     if compare is None:
         for weight in checkpoint.spec.dense():
             weights.load(weight)
     else:
         compare(checkpoint.spec, weights.load)
-    name = str(dtype).removeprefix("torch.")
-    form = checkpoint.spec.config.expert_form(name)
-    views = blob_views(form, torch.empty(form.blob_bytes, dtype=torch.uint8))
-    for layer, expert in experts:
-        weights.fill(layer, expert, views)
+    weights.read_experts(experts)
 
 
 class _HostBackend:
@@ -79,7 +76,7 @@ class CheckpointWeights:
     """Loads the weights of a checked checkpoint, served in `dtype`: parameters by `load`, experts by `fill`.
 
     `progress` is called with the bytes of each block read for parameters. A GPU needs `pinned`. With `read` the values
-    come from it instead of the files.
+    come from it instead of the files. `refuses_nan`: raise CheckpointError for values that are not finite.
     """
 
     def __init__(
@@ -91,10 +88,11 @@ class CheckpointWeights:
         progress: Callable[[int], None] | None = None,
         pinned: PinnedBuffers | None = None,
         read: Read | None = None,
+        refuses_nan: bool = False,
     ) -> None:
         self._spec = checkpoint.spec
         self._backend, self._dtype = backend, str(dtype).removeprefix("torch.")
-        self._reader = Reader(checkpoint.index.entries, pinned)
+        self._reader = Reader(checkpoint.index.entries, pinned, refuses_nan=refuses_nan)
         self._read = partial(self._reader.copy, progress=progress) if read is None else read
         self._read_expert = self._reader.copy if read is None else read
         # Errors name the files that values come from.
@@ -137,3 +135,14 @@ class CheckpointWeights:
         parts = self._spec.expert_parts(names, expert)
         for part, target in zip(parts, (out.gate, out.up, out.down), strict=True):
             fill(target, part, self._spec.scheme(part), self._read_expert, self._entries)
+
+    def read_experts(self, experts: Iterable[tuple[int, int]]) -> None:
+        """Read these experts, (layer, expert), to find faults, and keep nothing. Raises CheckpointError."""
+        form = self._spec.config.expert_form(self._dtype)
+        views = blob_views(form, torch.empty(form.blob_bytes, dtype=torch.uint8))
+        for layer, expert in experts:
+            self.fill(layer, expert, views)
+
+    def trust(self) -> None:
+        """Check the values no more, because all have been read once."""
+        self._reader.refuses_nan = False

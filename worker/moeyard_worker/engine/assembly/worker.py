@@ -370,8 +370,10 @@ class Worker:
             change = partial(self._sleeper.change_weights, self._dense_bytes(found))
         elif isinstance(self.runner, Runner):
             self._check_room(found)
-            source = self._open(found)
+            source = self._open(found, refuses_nan=True)
             model, experts = self.runner.assemble(found.spec, source.load), self.experts.stage(source)
+            source.read_experts(key for key in self.experts.owned_keys() if key not in experts.packed)
+            source.trust()
             change = partial(self._swap, model, experts)
         else:
             read_through(found, self._dtype, self.experts.owned_keys(), compare)
@@ -481,9 +483,11 @@ class Worker:
     def _weights_digest(self) -> str:
         return f"{self._weights.version}/{content(self.checkpoint.identity)}"
 
-    def _open(self, checkpoint: CheckedCheckpoint) -> CheckpointWeights:
-        staging = self._device.staging()
-        return CheckpointWeights(checkpoint, backend=self._device.backend, dtype=self._dtype, pinned=staging)
+    def _open(self, checkpoint: CheckedCheckpoint, *, refuses_nan: bool = False) -> CheckpointWeights:
+        backend, staging = self._device.backend, self._device.staging()
+        return CheckpointWeights(
+            checkpoint, backend=backend, dtype=self._dtype, pinned=staging, refuses_nan=refuses_nan
+        )
 
     def _check_room(self, checkpoint: CheckedCheckpoint) -> None:
         """Raise ValueError if there is no room for the new weights beside the present ones."""

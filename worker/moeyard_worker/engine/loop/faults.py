@@ -22,11 +22,16 @@ class RankFault(RuntimeError):
         self.requests = tuple(requests)
 
 
-def not_finite(request_ids: Sequence[str], *, step: int) -> RankFault:
-    """Return the fault of requests whose rows of a step had no finite largest logit."""
+def not_finite(request_ids: Sequence[str], *, step: int, weights: str | None = None) -> RankFault:
+    """Return the fault of requests whose rows of a step had no finite largest logit.
+
+    weights: the version of weights that have given no finite logits before, so that they are at fault.
+    """
     named = ", ".join(request_ids[:_NAMED])
     more = f" and {len(request_ids) - _NAMED} more" if len(request_ids) > _NAMED else ""
-    return RankFault(f"logits of step {step} are not finite: request {named}{more}", request_ids)
+    what = f"logits of step {step} are" if weights is None else f"weights {weights} give logits that are"
+    at = "" if weights is None else f", step {step}"
+    return RankFault(f"{what} not finite: request {named}{more}{at}", request_ids)
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -145,6 +145,7 @@ class Engine:
         self._next: tuple[Mesh, int, Placement] | None = None  # the arguments of `rejoin`
         self._ending: tuple[int, str] | None = None  # the epoch to end, and why
         self._weights: tuple[str, str] | None = None  # the arguments of `change_weights`
+        self._unproven: str | None = None  # the version of weights that have given no logits yet
         self._paused = self._forgets = self._asleep = False
         self._stopping = False
 
@@ -359,7 +360,9 @@ class Engine:
         self._exchange.steps.finish(number, launched.has_run)
         if unsound := launched.unsound:
             # Wrong values are in the pages by now, which other requests may share.
-            raise not_finite(unsound, step=number)
+            raise not_finite(unsound, step=number, weights=self._unproven)
+        if step.sampled or step.scored:
+            self._unproven = None
         results = launched.results
         now = time.monotonic()
         if self._pacing is not None:
@@ -424,6 +427,7 @@ class Engine:
         if self._weights is not None:
             (version, self._reporter.fingerprint), self._weights = self._weights, None
             self._scheduler.renew(version)
+            self._unproven = version
         self._experts.adopt(placement.experts(self.rank))
         self.epoch = self._reporter.epoch = mesh.epoch
         self._reporter.num_ranks = len(mesh.members)
