@@ -470,6 +470,7 @@ def test_fleet_goes_on_while_rays_gcs_does_not_answer(waiting: WaitingFleet) -> 
     played.fleet.lost(1, "worker 1 is gone")
     played.fleet.turn()
     assert played.fleet.failure is None
+    assert not played.fleet.state().ended
     waiting.asked[0].set_result(False)
     waiting.wait()
     assert len(played.actors[1]) == 2, "its time begins with the answer"
@@ -566,6 +567,7 @@ def test_ray_is_restarted(played: PlayedFleet) -> None:
         played.fleet.turn()
     said = "Ray's raylet has ended, and all ranks with it; Ray's raylet has ended, and Ray cannot start: no memory"
     assert played.routers.given_up == [said] == [played.fleet.failure]
+    assert played.fleet.state().ended
     with pytest.raises(Refused, match="the fleet has failed"):
         played.fleet.command("undrain", print, ranks=(1,))
 

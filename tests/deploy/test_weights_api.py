@@ -5,6 +5,7 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,18 +93,94 @@ def test_refused_fields_of_an_update(api: WeightsApi, fleet: Fleet, body: dict[s
     assert fleet.asked == []
 
 
-def test_failed_update_says_why(api: WeightsApi, fleet: Fleet) -> None:
-    fleet.refuses = Refused("/b: truncated; the old weights remain in service")
-    found = post(api, "/update_weights_from_disk", model_path="/b")
+def test_failed_update_says_why(api: WeightsApi, fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     message = "/b: truncated; the old weights remain in service"
-    assert found == (400, {"success": False, "message": message, "num_paused_requests": 0})
+    for code, status in ((2, 400), (1, 409)):
+        fleet.refuses = Refused(message, code)
+        found = post(api, "/update_weights_from_disk", model_path="/b")
+        assert found == (status, {"success": False, "message": message, "num_paused_requests": 0})
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [f"update refused: {message}"] * 2
+
+
+COMMANDS: dict[str, dict[str, Any]] = {
+    "/update_weights_from_disk": {"model_path": "/b"},
+    "/update_weights": {"weight_dir": "/b"},
+    "/weight_checker": {"action": "checksum"},
+    "/abort_request": {"abort_all": True},
+    **{path: {} for path in ("/pause", "/resume", "/pause_generation", "/continue_generation", "/flush_cache")},
+    **{path: {} for path in ("/sleep", "/wake_up", "/release_memory_occupation", "/resume_memory_occupation")},
+}
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_status_of_refused_commands(api: WeightsApi, fleet: Fleet, path: str) -> None:
+    """The status says whether the client is at fault, should ask again later, or has no fleet any more."""
+    for code, ended, status in ((2, False, 400), (1, False, 409), (1, True, 503)):
+        fleet.refuses = Refused("busy or dead", code)
+        fleet.state = replace(fleet.state, ended=ended)
+        found, body = post(api, path, **COMMANDS[path])
+        assert found == status
+        assert "busy or dead" in json.dumps(body)
+
+
+def test_fields_may_be_in_the_query_or_in_the_body(api: WeightsApi, fleet: Fleet) -> None:
+    for target, body, name, fields in (
+        ("/pause", {"mode": "keep"}, "pause", {"mode": "keep"}),
+        ("/pause?mode=keep", {"mode": "keep", "clear_cache": False}, "pause", {"mode": "keep"}),
+        ("/pause?clear_cache=false", {"mode": None, "wait_for_inflight_requests": True}, "pause", {"mode": "wait"}),
+        ("/pause_generation?mode=retract", {}, "pause", {"mode": "keep"}),
+        ("/sleep", {"level": 2, "mode": "wait"}, "sleep", {"level": 2, "mode": "wait"}),
+        ("/sleep?level=2", {"level": 2, "tags": ["weights"]}, "sleep", {"level": 2, "mode": "keep"}),
+        ("/abort_request?abort_all=true", {}, "cancel", {"names": None}),
+        ("/wake_up?tags=weights&tags=kv_cache", {"tags": ["weights", "kv_cache"]}, "wake", {}),
+    ):
+        assert post(api, target, **body)[0] == 200, target
+        assert fleet.asked.pop() == (name, fields), target
+    for target, body, said in (
+        ("/pause?mode=keep", {"mode": "abort"}, 'mode: "keep" in the query and "abort" in the body'),
+        ("/pause?mode=keep&mode=abort", {}, "mode: the query has two values"),
+        ("/pause", {"Mode": "keep"}, "Mode: unknown field; expected clear_cache, mode, wait_for_inflight_requests"),
+        ("/pause?mode=", {}, 'mode: "" is none of abort, wait, keep'),
+        ("/resume", {"mode": "keep"}, "mode: unknown field"),
+        ("/sleep?level=1", {"level": 2}, 'level: "1" in the query and 2 in the body'),
+        ("/sleep", {"level": True}, "level: true is none of 1, 2"),
+        ("/wake_up?tags=weights", {"tags": ["kv_cache"]}, "tags: "),
+        ("/update_weights_from_disk?model_path=/b", {"model_path": "/c"}, "model_path: "),
+    ):
+        status, found = post(api, target, **body)
+        assert status == 400, target
+        assert said in json.dumps(found).replace('\\"', '"'), target
+    assert fleet.asked == []
+
+
+@pytest.mark.parametrize("value", [[], {}, [[]], [{}], 1.5, -1, 10**30, None, True, "", "\ud800", "x" * 5000])
+def test_no_value_of_a_field_breaks_the_handler(api: WeightsApi, value: Any) -> None:
+    for (method, path), (_, known) in api._routes.items():
+        for name in known or ():
+            status, _ = api.answer(method, path, json.dumps({name: value}).encode())
+            assert status in (200, 400), f"{method} {path} {name}"
+
+
+@pytest.mark.parametrize("path", ["/pause", "/sleep", "/update_weights_from_disk"])
+def test_a_bug_is_a_logged_500(
+    api: WeightsApi, fleet: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    def bug(name: str, say: Callable[[str], None], **fields: Any) -> str:
+        raise TypeError("two\nlines")
+
+    monkeypatch.setattr(api, "_command", bug)
+    status, found = post(api, path, **COMMANDS[path])
+    assert status == 500
+    assert f"POST {path} failed, and the launcher's log says where: TypeError('two\\\\nlines')" in json.dumps(found)
+    assert caplog.records[-1].exc_info is not None
 
 
 def test_pauses(api: WeightsApi, fleet: Fleet) -> None:
     assert api.answer("POST", "/pause", b"") == (200, {"status": "paused"})
     assert post(api, "/pause?mode=keep&clear_cache=false") == (200, {"status": "paused"})
     assert post(api, "/pause?wait_for_inflight_requests=true") == (200, {"status": "paused"})
-    assert post(api, "/pause?mode=soon") == (400, {"error": "mode: 'soon' is none of abort, wait, keep"})
+    assert post(api, "/pause?mode=soon") == (400, {"error": 'mode: "soon" is none of abort, wait, keep'})
     said = {"message": "Generation paused successfully.", "status": "ok"}
     for mode in ("abort", "retract", "in_place"):
         assert post(api, "/pause_generation", mode=mode) == (200, said)
@@ -138,9 +215,17 @@ def test_update_from_memory(api: WeightsApi, fleet: Fleet, tmp_path: Path) -> No
         assert status == 400
         assert found["error"]["param"].startswith("update_info")
     assert fleet.asked == []
+    update = ("update", {"weights": ServedWeights(version="m", files=tuple(files)), "mode": "keep"})
+    fleet.refuses = Refused("busy: the weights are being updated, for 3 s; wait for its end")
+    assert post(api, "/finish_weight_update", weight_version="m")[0] == 409
     assert post(api, "/finish_weight_update", weight_version="m") == (200, {"message": "Weight update finished"})
-    assert fleet.asked == [("update", {"weights": ServedWeights(version="m", files=tuple(files)), "mode": "keep"})]
+    assert fleet.asked == [update, update], "a busy fleet must not forget the files"
     assert post(api, "/finish_weight_update")[0] == 400, "an update ends once"
+    post(api, "/start_weight_update")
+    post(api, "/update_weights", update_info={"files": files})
+    fleet.refuses = Refused("truncated", 2)
+    assert post(api, "/finish_weight_update")[0] == 400
+    assert "no file was sent" in post(api, "/finish_weight_update")[1]["error"]["message"]
 
 
 def test_requests_that_end(api: WeightsApi, fleet: Fleet) -> None:

@@ -360,7 +360,7 @@ class Commands:
             yield from self._settle(task, 0)
             while not self._ranks.begin_update(weights):
                 yield None
-            self._say(task, f"all ranks read {weights}")
+            self._say(task, f"all ranks begin to read {weights}")
             while not self._ranks.update_is_read():
                 yield None
             # During a pause nothing runs, and the pause has decided about the requests.

@@ -246,8 +246,8 @@ class RayFleet:
 
     def state(self) -> FleetState:
         """Return what trainers may know. From any thread."""
-        ranks = self._machine.ranks
-        return FleetState(weights=ranks.weights, paused=ranks.paused, asleep=ranks.asleep, size=ranks.size)
+        ranks, ended = self._machine.ranks, bool(self._closed) or self._machine.failure is not None
+        return FleetState(weights=ranks.weights, paused=ranks.paused, asleep=ranks.asleep, size=ranks.size, ended=ended)
 
     def _close(self, reason: str) -> None:
         """Refuse all commands, also those under way."""
