@@ -94,3 +94,15 @@ def test_no_paths_by_default(start):
 def test_paths_are_the_launchers():
     api = WeightsApi(lambda *_: "", lambda: FleetState(weights=AS_STARTED, paused=False, size=1))
     assert {(method, path) for path, methods in PATHS.items() for method in methods} == set(api._routes)
+
+
+def test_refusal_names_the_file_of_the_missing_key(start, launcher, tmp_path):
+    """A server without API keys needs one for these paths, too."""
+    (keys := tmp_path / "control").write_text("a-long-secret\n")
+    service = start(1, control=(launcher.path, keys))
+    said = "a key of --control-key-file is needed"
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        answer = httpx.post(f"{service.url}/pause", headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["message"].startswith(said)
+    assert httpx.get(f"{service.url}/v1/models").status_code == 200

@@ -153,9 +153,9 @@ class RequestGate:
 
     def _check_key(self, path: str, headers: dict[bytes, bytes]) -> str | None:
         """Return the name of the bearer or `x-api-key` key, None if no key is needed. Raises `ApiError` 401."""
-        known = self._keys
+        known, what = self._keys, "an API key"
         if self._trainers is not None and path in TRAINERS:
-            known = self._trainers
+            known, what = self._trainers, "a key of --control-key-file"
             known.refresh()
         if not known.needs_key or path in self._keyless or path.startswith(_STATIC_FILES):
             return None
@@ -168,8 +168,8 @@ class RequestGate:
             if name is not None:
                 return name
         if keys:
-            raise ApiError(401, "this API key is not known here", reason="bad_key")
-        raise ApiError(401, "an API key is needed: send it as 'Authorization: Bearer KEY'", reason="no_key")
+            raise ApiError(401, f"{what} is needed, and this one is not known here", reason="bad_key")
+        raise ApiError(401, f"{what} is needed: send it as 'Authorization: Bearer KEY'", reason="no_key")
 
     def _write(self, scope: Scope, record: RequestRecord, status: int) -> None:
         path = scope["path"]
