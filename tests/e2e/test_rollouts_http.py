@@ -88,3 +88,23 @@ def test_scoring_has_the_bits_of_sampling(http: HttpFleet) -> None:
     assert [each["logprob"] for each in found] == [each["logprob"] for each in sampled["logprobs"]["content"]]
     assert completed["routed_experts"] == sampled["routed_experts"]
     assert (completed["text"], completed["finish_reason"]) == ("", "length")
+
+
+def test_answers_without_output_name_their_weights(http: HttpFleet) -> None:
+    """A prompt that is only computed, a prompt with scores, and an output that is scored as decoded."""
+    scored = {"prompt_logprobs": 0, "output_start": 30, "score": "as_decoded"}
+    for path, body in (
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 0}),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 0, "prompt_logprobs": 0}),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 0, **scored}),
+        ("/v1/completions", {"prompt": PROMPT, "max_tokens": 1, **scored}),
+        (PATH, {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1, **scored}}),
+        ("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 0}}),
+    ):
+        answer = http.client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        found = answer.json()
+        choice = found["meta_info"] if path == "/generate" else found["choices"][0]
+        end = body.get("max_tokens", body.get("sampling_params", {}).get("max_tokens", 0))
+        assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": end}], body
+        assert choice.get("weight_version", "default") == "default"

@@ -14,6 +14,7 @@ import zmq
 
 from moeyard_worker.keys import WorkerKeys
 from moeyard_worker.protocol import (
+    FIRST_VERSION,
     Abort,
     Done,
     ExpertLoads,
@@ -137,6 +138,7 @@ class ScriptedWorker:
         self.waits: tuple[float | None, float | None] = (None, None)
         self.reject: Rejected | None = None
         self.failure: str | None = None  # of every request, at its end
+        self.weight_version = FIRST_VERSION
         self.loads: ExpertLoads | None = None
         self.sent_at: dict[str, list[float]] | None = None
         self.submits.clear()
@@ -287,6 +289,7 @@ class ScriptedWorker:
             token_ids=tuple(ids),
             logprobs=logprobs,
             cached_tokens=None if start else 3,
+            weight_version=None if start > len(running.submit.output_token_ids) else self.weight_version,
         )
         self._sampled += len(ids)
         if self.sent_at is not None:
@@ -345,6 +348,7 @@ class ScriptedWorker:
             prefill_seconds=self.phases[1],
             lockstep_seconds=self.waits[0],
             fetch_seconds=self.waits[1],
+            weight_version=self.weight_version,
         )
         self._socket.send_multipart([running.peer, encode(done)])
         self._load()

@@ -232,3 +232,75 @@ def test_cached_tokens_come_from_the_first_rank():
 
     assert cached(begun) == 0
     assert cached() == 4992
+
+
+def span(version, start, end):
+    return {"version": version, "start": start, "end": end}
+
+
+def choice_with(**fields):
+    sampling = SamplingParams(max_tokens=100)
+    return Choice(
+        dataclasses.replace(JOB, continuations=(Continuation(index=0, prompt=0, sampling=sampling),), **fields),
+        index=0,
+        tokens=TOKENS,
+    )
+
+
+def tokens_of(start, count, version=None):
+    scores = (TokenLogprob(logprob=0.0, rank=1),) * count
+    return Tokens(request_id="r", start=start, token_ids=(0,) * count, logprobs=scores, weight_version=version)
+
+
+def ended(version):
+    return Done(
+        request_id="r",
+        finish_reason="length",
+        prompt_tokens=1,
+        cached_tokens=0,
+        completion_tokens=0,
+        weight_version=version,
+    )
+
+
+def test_versions_of_an_answer_without_output():
+    """An answer that nothing has computed has no span. A prompt alone has one, which is empty."""
+    choice = choice_with()
+    choice.aborted()
+    assert (choice.versions, choice.weight_version) == ({"weight_versions": []}, None)
+    choice = choice_with()
+    choice.done(ended("b"))
+    assert (choice.versions, choice.weight_version) == ({"weight_versions": [span("b", 0, 0)]}, "b")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 6], ids="{} in a message".format)
+def test_versions_of_a_scored_output(size):
+    """Six tokens belong to the prompt for the client. Its weights are named though messages split anywhere."""
+    choice = choice_with(prompts=(Prompt(token_ids=(0,) * 8),), output_start=2)
+    for start in range(0, 8, size):
+        message = tokens_of(start, min(size, 8 - start), "a" if start == 0 else None)
+        _, own = choice.forced(message)
+        if own is not None:
+            choice.tokens(own)
+    choice.done(ended("a"))
+    assert choice.versions == {"weight_versions": [span("a", 0, 2)]}
+
+
+@pytest.mark.parametrize("sampled", [0, 2])
+def test_versions_of_an_output_whose_weights_change_while_it_is_scored(sampled):
+    choice = choice_with(prompts=(Prompt(token_ids=(0,) * 8),), output_start=2)
+    for message in (tokens_of(0, 4, "a"), tokens_of(4, 2, "b")):
+        assert choice.forced(message) == (message, None)
+    if sampled:
+        choice.tokens(tokens_of(6, sampled))
+    choice.done(ended("b"))
+    assert choice.versions == {"weight_versions": [span("a", 0, 0), span("b", 0, sampled)]}
+    assert choice.weight_version == "b"
+
+
+def test_versions_of_sampled_tokens():
+    choice = choice_with()
+    for message in (tokens_of(0, 3, "a"), tokens_of(3, 1), tokens_of(4, 2, "b")):
+        choice.tokens(message)
+    choice.done(ended("b"))
+    assert choice.versions == {"weight_versions": [span("a", 0, 4), span("b", 4, 6)]}

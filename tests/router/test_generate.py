@@ -24,7 +24,15 @@ def test_answer_is_vllms(service):
     ids = service.workers[0].default_script(submit)[:4]
     assert answer == {
         "request_id": "mine",
-        "choices": [{"index": 0, "logprobs": None, "finish_reason": "length", "token_ids": ids}],
+        "choices": [
+            {
+                "index": 0,
+                "logprobs": None,
+                "finish_reason": "length",
+                "token_ids": ids,
+                "weight_versions": [{"version": "default", "start": 0, "end": 4}],
+            }
+        ],
         "usage": {
             "prompt_tokens": 4,
             "completion_tokens": 4,

@@ -63,6 +63,16 @@ def test_answer_is_that_of_a_prompt(service, path, fields):
     assert sampling.logprobs == max(fields["prompt_logprobs"], fields.get("logprobs", 0))
 
 
+@pytest.mark.parametrize(
+    ("path", "max_tokens"), [(COMPLETIONS, 0), (COMPLETIONS, 1), (COMPLETIONS, 3), (GENERATE, 1), (GENERATE, 3)]
+)
+@pytest.mark.parametrize("score", [{}, SCORED], ids=["prompt", "as_decoded"])
+def test_every_answer_names_its_weights(service, path, max_tokens, score):
+    """The span of an answer without output is empty, and names the weights that computed the scores."""
+    (choice,) = answer(service, path, max_tokens=max_tokens, prompt_logprobs=0, **score)["choices"]
+    assert choice["weight_versions"] == [{"version": "default", "start": 0, "end": max_tokens}]
+
+
 def test_least_number_of_sampled_tokens_is_behind_the_output(service):
     answer(service, COMPLETIONS, max_tokens=3, min_tokens=2, prompt_logprobs=0, **SCORED)
     assert service.submits[0].sampling.min_tokens == 16

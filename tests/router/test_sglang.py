@@ -37,9 +37,18 @@ def test_answer_is_sglangs(service, codec):
             "prompt_tokens": 4,
             "completion_tokens": 4,
             "cached_tokens": 3,
+            "weight_version": "default",
+            "weight_versions": [{"version": "default", "start": 0, "end": 4}],
         },
     }
     assert submit.sampling.seed == 1
+
+
+def test_version_without_output(service):
+    """SGLang's clients warm up a prefix without output, and read which weights computed it."""
+    meta = generate(service, sampling_params={"max_new_tokens": 0})["meta_info"]
+    assert meta["weight_version"] == "default"
+    assert meta["weight_versions"] == [{"version": "default", "start": 0, "end": 0}]
 
 
 def test_log_probabilities(service, codec):

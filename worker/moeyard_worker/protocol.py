@@ -292,6 +292,7 @@ class Done:
     preempted_seconds: from its start to each of its first MAX_PREEMPTIONS preemptions.
     lockstep_seconds, fetch_seconds: between its start and its end, how long its rank waited for its peers' plans, and
         for expert weights. None if the request did not start, or if the host does not see the waits.
+    weight_version: the version of the weights that computed the last token, or the prompt if there is no output.
     """
 
     type: ClassVar[str] = "done"
@@ -308,6 +309,7 @@ class Done:
     preempted_seconds: tuple[float, ...] = ()
     lockstep_seconds: float | None = None
     fetch_seconds: float | None = None
+    weight_version: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,8 +67,10 @@ class Choice:
         self._last_routed = len(job.prompts[self.prompt].token_ids) - 1 if job.routing is not None else self._routed
         # Tokens of messages that touch the reasoning block, its markers included.
         self.reasoning_tokens = 0
-        # Each version of the weights that computed output, with the number of tokens before it.
+        # Each version of the weights that computed output, with the number of tokens before it. The first
+        # `_num_prompt_versions` also computed what belongs to the prompt for the client, so their spans may be empty.
         self._versions: list[tuple[str, int]] = []
+        self._num_prompt_versions = 0
         self.cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self._user_stop_ids = frozenset(sampling.stop_token_ids)
@@ -106,11 +108,12 @@ class Choice:
         return True
 
     def forced(self, message: Tokens) -> tuple[Tokens | None, Tokens | None]:
-        """Split a message into tokens that the client counts as prompt, and others. Store scores and experts of the
-        former."""
+        """Split a message into tokens that the client counts as prompt, and others. Store scores, experts and version
+        of the former."""
         count = min(self._num_forced, len(message.token_ids))
         if not count:
             return None, message
+        self._note_prompt_version(message.weight_version)
         width = count * self._row_bytes
         given, own = (
             replace(
@@ -178,9 +181,7 @@ class Choice:
         """Take new output tokens, at least one. Tokens after a stop string are dropped."""
         if message.cached_tokens is not None:
             self.cached_tokens = message.cached_tokens
-        version = message.weight_version
-        if version is not None and version != self.weight_version:
-            self._versions.append((version, self.num_tokens))
+        self._note_version(message.weight_version)
         ids: Sequence[int] = message.token_ids
         if self._waiting or ids[-1] in self._stop_ids:
             ids = self._waiting + list(ids)
@@ -207,6 +208,8 @@ class Choice:
         """Take the end that the worker reports, "stop" or "length"."""
         if self.cached_tokens is None:  # a sequence that resumed on another rank reports that rank's count
             self.cached_tokens = message.cached_tokens
+        if not self._versions:
+            self._note_prompt_version(message.weight_version)
         ended_by_token = message.finish_reason == "stop" and self._waiting == [message.stop_token_id]
         waiting = [] if ended_by_token and not self._include_stop else self._waiting
         self._waiting = []
@@ -238,19 +241,36 @@ class Choice:
 
     @property
     def weight_version(self) -> str | None:
-        """The version of the weights that computed the last output token. None before the first one."""
+        """The version of the weights that computed the last output token, or the prompt if there is no output.
+
+        None before that is known.
+        """
         return self._versions[-1][0] if self._versions else None
+
+    def _note_version(self, version: str | None) -> None:
+        """Begin a span of output tokens if the weights have changed. `version`: None if they have not."""
+        if version is not None and version != self.weight_version:
+            self._versions.append((version, self.num_tokens))
+
+    def _note_prompt_version(self, version: str | None) -> None:
+        """Note the version of weights that have computed scores or experts of the prompt."""
+        self._note_version(version)
+        self._num_prompt_versions = len(self._versions)
 
     @property
     def versions(self) -> dict[str, list[dict[str, Any]]]:
         """The answer's field with the spans of output tokens, [start, end), that each version of the weights computed.
 
-        Empty without output.
+        A span is empty if its weights computed only the prompt, or scores of the output that a prompt ends with. There
+        is no span if nothing was computed.
         """
         ends = [*(start for _, start in self._versions[1:]), self.num_tokens]
-        spans = zip(self._versions, ends, strict=False)
-        found = [{"version": name, "start": start, "end": end} for (name, start), end in spans if end > start]
-        return {"weight_versions": found} if found else {}
+        found = [
+            {"version": name, "start": start, "end": end}
+            for i, ((name, start), end) in enumerate(zip(self._versions, ends, strict=False))
+            if end > start or i < self._num_prompt_versions
+        ]
+        return {"weight_versions": found}
 
     @property
     def reported_reason(self) -> str | None:

@@ -195,6 +195,7 @@ class Generation:
             if self._job.routing is not None and not choice.is_routed(event):
                 self._error = _missing("routed experts")
                 return
+            self._version = event.weight_version or self._version
             if self._job.num_forced:
                 given, own = choice.forced(event)
                 if given is not None and self._log is not None:
@@ -204,7 +205,6 @@ class Generation:
                 event = own
             if timing.first is None and not self._prompt_is_done(index, event.cached_tokens):
                 return
-            self._version = event.weight_version or self._version
             delta = choice.tokens(event)
             self._count(now, index, event)
         elif isinstance(event, PromptLogprobs):
@@ -218,6 +218,7 @@ class Generation:
         elif isinstance(event, Done) and event.finish_reason in ("stop", "length"):
             if timing.first is None and not self._prompt_is_done(index, event.cached_tokens):
                 return
+            self._version = event.weight_version or self._version
             delta = choice.done(event)
         elif isinstance(event, Aborted) and choice.has_scores:
             delta = choice.aborted()

@@ -98,8 +98,16 @@ def finish_reason(output: Sequence[int], params: SamplingParams, eos_token_ids: 
     return "length" if len(output) >= params.max_tokens else None
 
 
-def done(request: Request, reason: str, waits: Waits, error: str | None = None, *, retryable: bool = True) -> Done:
-    """Return the last message about a request. `waits`: the rank's totals now."""
+def done(
+    request: Request,
+    reason: str,
+    waits: Waits,
+    error: str | None = None,
+    *,
+    retryable: bool = True,
+    weight_version: str | None = None,
+) -> Done:
+    """Return the last message about a request. `waits`: the rank's totals now. `weight_version`: of its weights."""
     started, first, waited = request.started, request.first_token, waits.since(request.waits)
     return Done(
         request_id=request.request_id,
@@ -115,6 +123,7 @@ def done(request: Request, reason: str, waits: Waits, error: str | None = None, 
         preempted_seconds=() if started is None else tuple(at - started for at in request.preempted),
         lockstep_seconds=waited.lockstep,
         fetch_seconds=waited.fetch,
+        weight_version=weight_version,
     )
 
 

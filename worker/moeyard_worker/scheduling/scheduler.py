@@ -404,7 +404,8 @@ class Scheduler:
         self._roster.end(request)
         if not request.in_flight:
             self._holdings.release(request)
-        return done(request, reason, self.stats.waits, error, retryable=retryable)
+        version = self.weight_version
+        return done(request, reason, self.stats.waits, error, retryable=retryable, weight_version=version)
 
     def validate(self) -> None:
         """Assert every invariant. Tests call this after each event, and the engine when it is idle."""
