@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.checkpoints import MLA, VOCAB_SIZE, add_drafts, add_v4_drafts, make_checkpoint, publish_v4
+from safetensors.torch import load_file
+from tests.checkpoints import MLA, VOCAB_SIZE, add_drafts, add_v4_drafts, edit_tensors, make_checkpoint, publish_v4
 from tests.engine.captured_on_cpu import PLACE, gpu_steps
 from tests.engine.test_speculation_cuda import runner, same
 from tests.rank import Rank, Reply
@@ -129,6 +130,25 @@ def test_weights_of_another_form_are_refused_before_a_change(tmp_path: Path, fam
                 rank.worker.stage_weights(ServedWeights(version="3", directory=str(served)))
                 rank.worker.wake()
                 same(answers(rank), first)
+
+
+@pytest.mark.parametrize("asleep", [0, 1, 2])
+@pytest.mark.parametrize("key", ["model.norm.weight", "model.layers.1.mlp.experts.5.down_proj.weight"])
+def test_values_that_are_not_finite_are_refused_before_a_change(tmp_path: Path, key: str, asleep: int) -> None:
+    """A GPU has no second copy to go back to, so the first read of the files must find them."""
+    good, bad = (make_checkpoint(tmp_path / name, "qwen3_moe", dtype=torch.bfloat16) for name in ("good", "bad"))
+    tensor = load_file(bad / "model.safetensors")[key]
+    tensor.view(-1)[-1] = float("nan")
+    edit_tensors(bad, add={key: tensor})
+    with gpu_steps(), load(good, dtype="bfloat16") as rank:
+        first = answers(rank)
+        if asleep:
+            rank.worker.sleep(asleep)
+        with pytest.raises(ValueError, match=rf"bad/model\.safetensors: {key} holds values that are not finite$"):
+            rank.worker.stage_weights(ServedWeights(version="2", directory=str(bad)))
+        assert rank.worker._staged is None
+        rank.worker.wake()
+        same(answers(rank), first)
 
 
 def test_old_weights_are_freed_at_once(tmp_path: Path) -> None:

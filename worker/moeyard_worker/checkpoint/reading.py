@@ -68,8 +68,8 @@ class Reader:
     """Copies stored tensors. `read_bytes` and `read_seconds` give the rate of the files so far.
 
     A file stays open after its first read, so replacing it by renaming does not change what is read. Several threads
-    may read at once if there is no `pinned`, which a GPU needs. While `refuses_nan`, NaN and infinity in a tensor that
-    is copied to host memory are errors.
+    may read at once if there is no `pinned`, which a GPU needs. While `refuses_nan`, NaN and infinity in copied
+    tensors are errors.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Reader:
             self._read(fd, key, (begin + done) * stored.itemsize, block)
             if not in_place:
                 launch_copy(out[done : done + len(block)], block)
-            if self.refuses_nan and on_host(out) and not all_finite(out[done : done + len(block)]):
+            if self.refuses_nan and not all_finite(out[done : done + len(block)]):
                 raise CheckpointError(f"{self._entries[key].file}: {key} holds values that are not finite")
             done += len(block)
             yield block.nbytes
