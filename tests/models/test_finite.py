@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.checkpoints import edit_tensors, make_checkpoint
-from tests.quantised import quantise
+from tests.checkpoints import edit_tensors, make_checkpoint, publish_v4
+from tests.quantised import SMALL, publish_codes, quantise
 
 from moeyard_worker.checkpoint.loading import open_checkpoint, read_through
 from moeyard_worker.checkpoint.reading import all_finite
@@ -36,6 +36,8 @@ def test_one_value_at_any_place_is_found(dtype: torch.dtype) -> None:
 def test_codes_of_nan_are_found() -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert [i for i in range(256) if not all_finite(codes[i : i + 1])] == [127, 255]
+    exponents = torch.arange(256, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    assert [i for i in range(256) if not all_finite(exponents[i : i + 1])] == [255]
     assert all_finite(torch.tensor([-1, 0, 127], dtype=torch.int8))
 
 
@@ -73,6 +75,20 @@ def test_a_value_above_the_served_dtype_is_refused(tmp_path: Path) -> None:
     read(directory, torch.float32)
     with pytest.raises(CheckpointError, match=named):
         read(directory)
+
+
+@pytest.mark.parametrize("layout", SMALL)
+def test_quantised_checkpoints_pass(layout: str, tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "qwen3_moe", dtype=torch.bfloat16, hidden_size=128, moe_intermediate_size=128)
+    quantise(directory, layout)
+    read(directory)
+
+
+def test_codes_of_a_release_pass(tmp_path: Path) -> None:
+    """DeepSeek-V4 has e2m1 codes, e4m3 codes and scales that are exponents."""
+    directory = publish_v4(make_checkpoint(tmp_path, "deepseek_v4", dtype=torch.bfloat16))
+    publish_codes(directory)
+    read(directory)
 
 
 def test_codes_and_plain_tensors_of_a_quantised_checkpoint(tmp_path: Path) -> None:

@@ -166,12 +166,12 @@ def on_host(tensor: torch.Tensor) -> bool:
 
 def all_finite(values: torch.Tensor) -> bool:
     """Return whether no value is NaN or infinite. Integers are finite."""
-    if values.dtype == torch.float8_e4m3fn:  # few operations know this type: both codes with seven ones are NaN
-        return bool((values.view(torch.int8) & 127 != 127).all())
     if not values.is_floating_point():
         return True
-    # One pass without temporaries, which both propagate NaN: 20 times as fast as `isfinite`.
-    return all(bool(each.isfinite()) for each in torch.aminmax(values))
+    if values.dtype == torch.float8_e4m3fn:  # both codes with seven ones are NaN
+        return bool((values.view(torch.int8) & 127 != 127).all())
+    # aminmax takes one pass without temporaries, and propagates NaN. `isfinite` takes 20 times as long.
+    return all(bool(each.isfinite()) for each in torch.aminmax(values if values.itemsize > 1 else values.float()))
 
 
 def launch_copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -361,7 +361,7 @@ class Engine:
         if unsound := launched.unsound:
             # Wrong values are in the pages by now, which other requests may share.
             raise not_finite(unsound, step=number, weights=self._unproven)
-        if step.sampled or step.scored:
+        if self._unproven is not None and (step.sampled or step.scored):
             self._unproven = None
         results = launched.results
         now = time.monotonic()
