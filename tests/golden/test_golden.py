@@ -51,6 +51,7 @@ def test_answers_equal_those_of_transformers(golden: dict[str, Any], name: str) 
     check(CANDIDATES[name], golden["answers"], DEMO)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", FORMS)
 def test_answers_of_a_form_equal_those_of_transformers(
