@@ -1,4 +1,4 @@
-"""Several GPUs of one host as one fleet, without Ray and router: decoding and prompts, exchange and lockstep included.
+"""Measure a fleet on the GPUs of one host, without Ray and router: decoding, prompts, exchange and lockstep.
 
     python bench/gpu_ranks.py --shape Qwen3-30B-A3B [--layers N] --ranks 2 [--exchange nvlink] [--streams 1 8 64]
         [--uneven 8,9 8,0] [--prefill 8x4096] [--mixed 4096 [--budgets 2048 512]] [--drafts 1] [--check] [--json FILE]

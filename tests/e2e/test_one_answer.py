@@ -322,6 +322,13 @@ def test_gqa(case: Case, processes: ProcessPool, checkpoints: dict[str, Path], e
     check(case, processes, checkpoints["gqa"], expected["gqa"])
 
 
+def by_kind(cases: dict[str, list[Case]]) -> pytest.MarkDecorator:
+    """Run a test with each case of each checkpoint kind."""
+    return pytest.mark.parametrize(
+        ("kind", "case"), [pytest.param(kind, case, id=f"{kind}-{case}") for kind in cases for case in cases[kind]]
+    )
+
+
 # Chunks end at multiples of 64, and a prefix hit continues from a snapshot of state. With the bf16 cases each value of
 # an axis meets each value of every other axis (`test_hybrid_cases_pair_all_values`).
 HYBRID_CASES = {
@@ -366,10 +373,7 @@ HYBRID_CASES = {
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    [pytest.param(kind, case, id=f"{kind}-{case}") for kind in HYBRID_CASES for case in HYBRID_CASES[kind]],
-)
+@by_kind(HYBRID_CASES)
 def test_hybrid(
     kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
 ) -> None:
@@ -407,10 +411,7 @@ BF16_CASES = {
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    [pytest.param(kind, case, id=f"{kind}-{case}") for kind in BF16_CASES for case in BF16_CASES[kind]],
-)
+@by_kind(BF16_CASES)
 def test_bf16(
     kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
 ) -> None:
@@ -444,10 +445,7 @@ QUANTISED_CASES = {
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    [pytest.param(kind, case, id=f"{kind}-{case}") for kind in QUANTISED_CASES for case in QUANTISED_CASES[kind]],
-)
+@by_kind(QUANTISED_CASES)
 def test_quantised(
     kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected: dict[str, Any]
 ) -> None:
@@ -497,10 +495,7 @@ COMPRESSED_CASES = {
 
 
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize(
-    ("kind", "case"),
-    [pytest.param(kind, case, id=f"{kind}-{case}") for kind in COMPRESSED_CASES for case in COMPRESSED_CASES[kind]],
-)
+@by_kind(COMPRESSED_CASES)
 def test_compressed_prompts(
     kind: str, case: Case, processes: ProcessPool, checkpoints: dict[str, Path], expected_compressed: dict[str, Any]
 ) -> None:

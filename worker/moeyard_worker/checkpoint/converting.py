@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -67,7 +66,7 @@ def dequantized(directory: Path | str, gguf: str | None = None) -> NewCheckpoint
         pieces.append(Piece({key: (dtype, shape)}, make))
     if gguf is None:
         pieces += [_copy(checkpoint, reader, key) for key in _others(checkpoint)]
-    return _new(checkpoint, _plain_config(directory), pieces)
+    return _new(checkpoint, plain_config(_config(directory)), pieces)
 
 
 def _dequantize(
@@ -93,7 +92,7 @@ def quantized(directory: Path | str, name: str) -> NewCheckpoint:
     if is_quantized(checkpoint.spec.config):
         raise CheckpointError(f"{directory}: is quantised already; give its bfloat16 checkpoint (moeyard dequantize)")
     settings = quantization_config(name)
-    config = {**_plain_config(directory), "quantization_config": settings}
+    config = {**plain_config(_config(directory)), "quantization_config": settings}
     target = choose_format(Fields(str(Path(directory) / CONFIG_NAME), config))
     assert isinstance(target, QuantizedFormat)
     reader = Reader(checkpoint.index.entries)
@@ -145,10 +144,8 @@ def separate_parts(spec: ModelSpec) -> Iterator[tuple[Part, str]]:
         yield source, part.key
 
 
-def _plain_config(directory: Path | str) -> dict[str, Any]:
-    """Return config.json of the bfloat16 checkpoint. DeepSeek-V4 has the form of its experts at the top level."""
-    found = plain_config(read_json(Path(directory) / CONFIG_NAME))
-    return {key: value for key, value in found.items() if key != "expert_dtype"}
+def _config(directory: Path | str) -> dict[str, object]:
+    return read_json(Path(directory) / CONFIG_NAME)
 
 
 def _open(directory: Path | str, gguf: str | None = None) -> CheckedCheckpoint:

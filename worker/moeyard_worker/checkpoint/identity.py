@@ -43,11 +43,10 @@ def identity(index: CheckpointIndex) -> dict[str, tuple[str, str]]:
 def _of_file(entries: list[tuple[str, TensorEntry]]) -> tuple[str, str]:
     digest, stamp = hashlib.sha256(), entries[0][1].stamp
     entries = sorted(entries, key=lambda each: each[1].start)
-    for key, entry in entries:
-        digest.update(f"{key} {entry.dtype} {entry.shape} {entry.start}\n".encode())
     # The first tensor by its key without the expert.
     sampled: dict[str, TensorEntry] = {}
     for key, entry in entries:
+        digest.update(f"{key} {entry.dtype} {entry.shape} {entry.start}\n".encode())
         sampled.setdefault(_EXPERT.sub(".experts.", key), entry)
     with open_checked(entries[0][1]) as opened:
         for entry in sampled.values():

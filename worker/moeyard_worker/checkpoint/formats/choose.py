@@ -71,7 +71,9 @@ def choose_format(config: Fields) -> Format:
 
 def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json of a bfloat16 checkpoint of the same model."""
-    found = {key: value for key, value in values.items() if key not in (*_CONFIG_KEYS, "dtype", "torch_dtype")}
+    # DeepSeek-V4 has the form of its experts at the top level.
+    left_out = (*_CONFIG_KEYS, "expert_dtype", "dtype", "torch_dtype")
+    found = {key: value for key, value in values.items() if key not in left_out}
     if isinstance(text := found.get("text_config"), dict):
         found["text_config"] = plain_config(text)
     return {**found, "dtype": "bfloat16"}
