@@ -1,6 +1,7 @@
 """Compare products over codes with products over the bf16 values on this GPU: bits first, then times.
 
-`python bench/packed_products.py [PART ...]` runs some of PARTS, all by default. Several processes compile the kernels
+`python bench/packed_products.py [PART ...] [--match REGEX]` runs some of PARTS, all by default, or the products in them
+whose names match. Several processes compile the kernels
 first, so that the times take about a minute. A line has the time of the product over codes, that of bf16, their ratio,
 and the share of a copy's bandwidth that the codes alone need. Weights rotate through memory larger than L2.
 """
@@ -8,6 +9,7 @@ and the share of a copy's bandwidth that the codes alone need. Weights rotate th
 import argparse
 import itertools
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -119,15 +121,16 @@ def dense(warm: bool) -> Iterator[Product]:
 
 def dense_configs(warm: bool) -> Iterator[Product]:
     """Yield all configs of some dense products."""
-    for name, num_out, dim in (_DENSE[0], _DENSE[1], _DENSE[2], _DENSE[4]):
+    for name, num_out, dim in (_DENSE[0], _DENSE[1], _DENSE[2], _DENSE[4], _DENSE[8], _DENSE[9]):
         coded, plain = dense_matrix(_FP8, num_out, dim, warm)
-        for rows in (8, 64):
+        for rows in (8, 16, 32, 64):
             x = torch.randn(rows, dim, device="cuda").bfloat16()
             for config in linear_packed.CONFIGS:
-                if rows != config.BM or dim // 64 % config.tiles:
+                if rows < config.BM or rows > 2 * config.BM or dim // 64 % config.tiles:
                     continue
                 yield Product(
-                    name=f"{name} M={rows} BN={config.BN} tiles={config.tiles} stages={config.num_stages}",
+                    name=f"{name} M={rows} BM={config.BM} BN={config.BN} tiles={config.tiles} "
+                    f"stages={config.num_stages} {'warps' if config.warp_products else 'groups'}",
                     run=lambda i, x=x, coded=coded, c=config: linear_packed.linear_packed(x, coded[i], config=c),
                     bf16=lambda i, x=x, plain=plain: ops.linear(x, plain[i], static_weight=True),
                     copies=len(coded),
@@ -231,6 +234,11 @@ def experts_configs(warm: bool) -> Iterator[Product]:
         for rows, warps in ((128, 4), (128, 8), (256, 8))
     ]
     few = [(*each, rows, 4) for each in itertools.product((1, 2, 4), (2, 3, 4)) for rows in (64, 128)]
+    by_warps = [
+        (*each, rows, warps, True)
+        for each in itertools.product((1, 2, 4), (2, 3, 4))
+        for rows, warps in ((64, 4), (128, 4), (128, 8))
+    ]
     models = (each for each in _EXPERTS if each[0] in ("Qwen3-30B fp8", "Qwen3-30B int4", "V4-Flash fp4"))
     for model, num_tokens in itertools.product(models, (1, 8, 8192)):
         name, form, count, top_k, hidden, inner, _ = model
@@ -240,9 +248,12 @@ def experts_configs(warm: bool) -> Iterator[Product]:
         rows = grouped_packed.block_rows(first)
         h = torch.randn(grouped_packed.num_blocks(first) * rows, its.down.shape[-1], device="cuda").bfloat16()
         out = torch.empty(first.num_pairs, its.x.shape[1], dtype=torch.bfloat16, device="cuda")
-        for (tiles, stages, width, warps), gated in itertools.product(many if num_tokens > 64 else few, (True, False)):
+        tried = many if num_tokens > 64 else few + (by_warps if num_tokens == 1 else [])
+        for (tiles, stages, width, warps, *rest), gated in itertools.product(tried, (True, False)):
             matrix, source, target = (its.gate_up, its.x, h) if gated else (its.down, h, out)
-            config = PackedConfig(BN=width // (1 + gated), tiles=tiles, num_stages=stages, num_warps=warps)
+            config = PackedConfig(
+                BN=width // (1 + gated), tiles=tiles, num_stages=stages, num_warps=warps, warp_products=bool(rest)
+            )
             dim = matrix.shape[-1]
             needed = grouped_packed.shared_bytes(config, matrix.form, dim=dim, rows=rows, gated=gated)
             if needed > grouped_packed.MAX_SHARED or dim // matrix.form.tile_columns % tiles:
@@ -251,7 +262,7 @@ def experts_configs(warm: bool) -> Iterator[Product]:
             more = {"top_k": its.top_k} if gated else {}
             yield Product(
                 name=f"{name} T={num_tokens} {'gate_up' if gated else 'down'} rows={rows} tiles={tiles} "
-                f"stages={stages} warps={warps} BN={config.BN}",
+                f"stages={stages} warps={warps} BN={config.BN}{' by warps' * len(rest)}",
                 run=lambda i, run=run, s=source, m=matrix, y=its.layouts, t=target, c=config, more=more: run(
                     s, m, y[i], out=t, config=c, **more
                 ),
@@ -272,9 +283,14 @@ _MAKE = {
 }
 
 
-def warm_up(parts: list[str], index: int, count: int) -> None:
+def made(part: str, match: str, *, warm: bool) -> Iterator[Product]:
+    """Yield the products of a part whose names match."""
+    return (each for each in _MAKE[part](warm=warm) if re.search(match, each.name))
+
+
+def warm_up(parts: list[str], match: str, index: int, count: int) -> None:
     """Run every count-th product once, which compiles its kernels into the cache."""
-    for i, product in enumerate(each for part in parts for each in _MAKE[part](warm=True)):
+    for i, product in enumerate(each for part in parts for each in made(part, match, warm=True)):
         if i % count == index:
             try:
                 product.run(0)
@@ -285,9 +301,9 @@ def warm_up(parts: list[str], index: int, count: int) -> None:
                 pass
 
 
-def compile_all(parts: list[str], count: int) -> None:
+def compile_all(parts: list[str], match: str, count: int) -> None:
     """Compile the kernels of these parts in several processes at once. Kill those that hang."""
-    command = [sys.executable, __file__, *parts, "--of", str(count), "--index"]
+    command = [sys.executable, __file__, *parts, "--match", match, "--of", str(count), "--index"]
     running = [subprocess.Popen([*command, str(i)], stderr=subprocess.DEVNULL) for i in range(count)]
     end = time.monotonic() + _COMPILE_SECONDS
     for each in running:
@@ -297,13 +313,13 @@ def compile_all(parts: list[str], count: int) -> None:
             each.kill()
 
 
-def report(parts: list[str]) -> int:
+def report(parts: list[str], match: str) -> int:
     """Check and time all products. Return the number of failures."""
     copy, failures = copy_bandwidth(), 0
     print(f"copy {copy / 1e12:.2f} TB/s", flush=True)
     for part in parts:
         print(f"\n{part}\n{'':64} {'bits':>5} {'us':>9} {'bf16 us':>9} {'ratio':>6} {'copy':>6}")
-        for product in _MAKE[part](warm=False):
+        for product in made(part, match, warm=False):
             try:
                 same = ""
                 if product.bf16 is not None:
@@ -326,6 +342,7 @@ def main() -> int:
     """Run the command line of the bench."""
     parser = argparse.ArgumentParser(prog="python bench/packed_products.py", description="products over codes")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser.add_argument("--match", metavar="REGEX", default="", help="only products with such names")
     parser.add_argument("--of", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--index", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -334,12 +351,12 @@ def main() -> int:
         parser.error(f"no part {', '.join(unknown)}")
     torch.manual_seed(0)
     if args.of:
-        warm_up(parts, args.index, args.of)
+        warm_up(parts, args.match, args.index, args.of)
         return 0
     begin = time.monotonic()
-    compile_all(parts, max(1, min(12, (os.cpu_count() or 2) - 2)))
+    compile_all(parts, args.match, max(1, min(12, (os.cpu_count() or 2) - 2)))
     print(f"compiled in {time.monotonic() - begin:.0f} s")
-    failures = report(parts)
+    failures = report(parts, args.match)
     print(f"\n{failures} failures, {time.monotonic() - begin:.0f} s in all")
     return failures > 0
 

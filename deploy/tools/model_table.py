@@ -22,7 +22,7 @@ GIB = 1 << 30
 # Free bytes of a GPU before anything is loaded.
 CARDS = {"H100 80 GB": 78 * GIB, "H200 141 GB": 139 * GIB}
 WORKERS = (1, 2, 4, 8)
-# Published shapes with kernels for GPUs.
+# The tables are in bfloat16, in which nobody serves DeepSeek-V4.
 ON_GPUS = [name for name, shape in SHAPES.items() if name != "moeyard-demo" and shape["model_type"] != "deepseek_v4"]
 
 

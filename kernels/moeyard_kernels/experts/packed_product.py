@@ -230,28 +230,49 @@ def _multiply_step(
 
 
 @gluon.jit
-def _load_words(s_w, e_w, e_x, phase, L_A: gl.constexpr):
-    """Return the words of a step when they and its rows have arrived."""
-    CH: gl.constexpr = s_w.shape[0]
-    words = ()
-    mbarrier.wait(e_w, phase)
-    mbarrier.wait(e_x, phase)
-    for u in gl.static_range(CH):
-        words = words + (s_w.index(u).load(L_A),)  # type: ignore[assignment]  # noqa: RUF005
-    return words
+def group_products(
+    b_acc, P, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a, s_a, s_o, i_slot, i_n, i_row,
+    NUM: gl.constexpr, GATHER: gl.constexpr, CODES: gl.constexpr, STAGES: gl.constexpr, SK: gl.constexpr,
+    ZEROS: gl.constexpr, L_A: gl.constexpr, L_C: gl.constexpr,
+):  # fmt: skip
+    """Add the products of all NUM steps; the first STAGES - 1 are on their way. Four warps multiply together (wgmma).
+
+    P is a number below 2^30 that the compiler does not know. Without GATHER, p_a, s_a, s_o and L_C are not used.
+    """
+    for i_o in range(NUM // STAGES):
+        for i in gl.static_range(STAGES):
+            b_acc = _multiply_step(
+                b_acc, i_o * STAGES + i, i_o & 1, (i_o + P) >> 30, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a,
+                s_a, s_o, i_slot, i_n, i_row, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
+            )  # fmt: skip
+    for i in gl.static_range(NUM % STAGES):
+        b_acc = _multiply_step(
+            b_acc, NUM // STAGES * STAGES + i, NUM // STAGES % 2, P >> 30, d_w, d_a, s_w, s_x, s_s, s_z, e_w,
+            e_x, p_a, s_a, s_o, i_slot, i_n, i_row, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
+        )  # fmt: skip
+    return warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
 
 
 @gluon.jit
-def _multiply_words(
-    b_acc, words, s_x, s_s, s_z, i_s, CH: gl.constexpr, CODES: gl.constexpr, SK: gl.constexpr, ZEROS: gl.constexpr,
-    L_A: gl.constexpr, L_B: gl.constexpr,
+def _warp_step(
+    b_acc, words, i_s, phase, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, i_slot, i_n, i_row,
+    B: gl.constexpr, MORE: gl.constexpr, NUM: gl.constexpr, STAGES: gl.constexpr, CODES: gl.constexpr,
+    SK: gl.constexpr, ZEROS: gl.constexpr, L_A: gl.constexpr, L_B: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of step i_s: of words in registers and rows in s_x."""
-    SLICES: gl.constexpr = s_x.shape[0]
+    """Add the products of step i_s, of words in registers and rows in buffer B, and return the words of the next step.
+
+    Products wait for each other, so all that the next steps need is done between them. Without MORE there is none.
+    """
+    CH: gl.constexpr = s_w[B].shape[0]
+    SLICES: gl.constexpr = s_x[B].shape[0]
     PER: gl.constexpr = SLICES // CH
+    F: gl.constexpr = (B + STAGES - 1) % STAGES
+    J: gl.constexpr = (B + 1) % STAGES
     L_R: gl.constexpr = gl.SliceLayout(1, L_A)
     b_tile = gl.zeros([b_acc.shape[0], _TILE], gl.bfloat16, L_A)
     b_zero = gl.full([b_acc.shape[0], _TILE], 136.0, gl.bfloat16, L_A)
+    i_fill = i_s + STAGES - 1
+    later = ()
     for u in gl.static_range(CH):
         for n in gl.static_range(PER):
             if (u * PER + n) * _TILE % SK == 0 or u + n == 0:
@@ -260,29 +281,20 @@ def _multiply_words(
                 if ZEROS:
                     b_zero, _ = gl.broadcast(gl.expand_dims(s_z.index(i_scale).load(L_R), 1), b_tile)
             b_w = decode(words[u], b_zero, b_scale, n, CODES)
-            b_acc = mma_v2(b_w, s_x.index(u * PER + n).permute((1, 0)).load(L_B), b_acc)
-    return b_acc
-
-
-@gluon.jit
-def _warp_step(
-    b_acc, words, i_s, phase, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, i_slot, i_n, i_row,
-    B: gl.constexpr, NUM: gl.constexpr, STAGES: gl.constexpr, CODES: gl.constexpr, SK: gl.constexpr,
-    ZEROS: gl.constexpr, L_A: gl.constexpr, L_B: gl.constexpr,
-):  # fmt: skip
-    """Add the products of step i_s, which is in buffer B, and return the words of the next step too."""
-    CH: gl.constexpr = s_w[B].shape[0]
-    F: gl.constexpr = (B + STAGES - 1) % STAGES
-    J: gl.constexpr = (B + 1) % STAGES
-    i_fill = i_s + STAGES - 1
-    expect(s_w[F], s_x[F], e_w[F], e_x[F], i_fill < NUM, False)
-    # All warps have multiplied the step before.
-    barrier()
-    load_block(d_w, [i_slot, i_fill * CH, 0, i_n, 0], e_w[F], words_of(s_w[F], d_w), pred=i_fill < NUM)
-    load_block(d_a, [i_fill * s_x[F].shape[0], i_row, 0], e_x[F], rows_of(s_x[F]), pred=i_fill < NUM)
-    # The next step has the next buffer, or the first one in its next phase.
-    later = _load_words(s_w[J], e_w[J], e_x[J], phase if B + 1 < STAGES else phase ^ 1, L_A)
-    return _multiply_words(b_acc, words, s_x[B], s_s, s_z, i_s, CH, CODES, SK, ZEROS, L_A, L_B), later
+            b_acc = mma_v2(b_w, s_x[B].index(u * PER + n).permute((1, 0)).load(L_B), b_acc)
+            if MORE and u + n == 0:
+                expect(s_w[F], s_x[F], e_w[F], e_x[F], i_fill < NUM, False)
+                # All warps have multiplied the step before.
+                barrier()
+                load_block(d_w, [i_slot, i_fill * CH, 0, i_n, 0], e_w[F], words_of(s_w[F], d_w), pred=i_fill < NUM)
+                load_block(d_a, [i_fill * SLICES, i_row, 0], e_x[F], rows_of(s_x[F]), pred=i_fill < NUM)
+        if MORE:
+            if u == 0:
+                # The next step has the next buffer, or the first one in its next phase.
+                mbarrier.wait(e_w[J], phase if B + 1 < STAGES else phase ^ 1)
+                mbarrier.wait(e_x[J], phase if B + 1 < STAGES else phase ^ 1)
+            later = later + (s_w[J].index(u).load(L_A),)  # type: ignore[assignment]  # noqa: RUF005
+    return b_acc, later
 
 
 @gluon.jit
@@ -298,19 +310,24 @@ def warp_products(
     """
     ROUNDS: gl.constexpr = (NUM - 1) // STAGES
     LAST: gl.constexpr = (NUM - 1) % STAGES
-    words = _load_words(s_w[0], e_w[0], e_x[0], 0, L_A)
+    CH: gl.constexpr = s_w[0].shape[0]
+    words = ()
+    mbarrier.wait(e_w[0], 0)
+    mbarrier.wait(e_x[0], 0)
+    for u in gl.static_range(CH):
+        words = words + (s_w[0].index(u).load(L_A),)  # type: ignore[assignment]  # noqa: RUF005
     for i_o in range(ROUNDS):
         for i in gl.static_range(STAGES):
             b_acc, words = _warp_step(
                 b_acc, words, i_o * STAGES + i, i_o & 1, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, i_slot, i_n, i_row,
-                i, NUM, STAGES, CODES, SK, ZEROS, L_A, L_B,
+                i, True, NUM, STAGES, CODES, SK, ZEROS, L_A, L_B,
             )  # fmt: skip
-    for i in gl.static_range(LAST):
+    for i in gl.static_range(LAST + 1):
         b_acc, words = _warp_step(
             b_acc, words, ROUNDS * STAGES + i, ROUNDS % 2, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, i_slot, i_n, i_row,
-            i, NUM, STAGES, CODES, SK, ZEROS, L_A, L_B,
+            i, i < LAST, NUM, STAGES, CODES, SK, ZEROS, L_A, L_B,
         )  # fmt: skip
-    return _multiply_words(b_acc, words, s_x[LAST], s_s, s_z, NUM - 1, s_w[LAST].shape[0], CODES, SK, ZEROS, L_A, L_B)
+    return b_acc
 
 
 @gluon.jit
@@ -472,18 +489,10 @@ def packed_product_kernel(
                 L_A, gl.DotOperandLayout(1, L_Y, 2),
             )  # fmt: skip
         else:
-            for i_o in range(NUM // STAGES):
-                for i in gl.static_range(STAGES):
-                    b_acc = _multiply_step(
-                        b_acc, i_o * STAGES + i, i_o & 1, (i_o + P) >> 30, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a,
-                        s_a, s_o, i_slot, i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
-                    )  # fmt: skip
-            for i in gl.static_range(NUM % STAGES):
-                b_acc = _multiply_step(
-                    b_acc, NUM // STAGES * STAGES + i, NUM // STAGES % 2, P >> 30, d_w, d_a, s_w, s_x, s_s, s_z, e_w,
-                    e_x, p_a, s_a, s_o, i_slot, i_n, i_first, i, NUM, GATHER, CODES, STAGES, SK, ZEROS, L_A, L_C,
-                )  # fmt: skip
-            b_acc = warpgroup_mma_wait(num_outstanding=0, deps=(b_acc,))
+            b_acc = group_products(
+                b_acc, P, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a, s_a, s_o, i_slot, i_n, i_first, NUM, GATHER,
+                CODES, STAGES, SK, ZEROS, L_A, L_C,
+            )  # fmt: skip
         if GATHER:
             async_copy.wait_group(0)
         if GATED:

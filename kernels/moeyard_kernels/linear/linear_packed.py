@@ -1,13 +1,12 @@
-"""Gluon: `linear` over tiled fp8 codes for few rows on Hopper, and all values of such a matrix for many rows.
+"""Gluon: `linear` over tiled fp8 codes for up to 64 rows on Hopper, and all values of such a matrix for more.
 
-The products have the bits of `linear` over the bf16 values: one fp32 accumulator per output, K ascending. Each warp
-decodes the codes of 16 outputs in registers and multiplies there (mma.sync, which has the bits of wgmma). So values
-never pass through shared memory, and slices of 16 outputs cost nothing more. Words of a step are loaded into registers
-while the products of the step before run.
+The products have the bits of `linear` over the bf16 values: one fp32 accumulator per output, K ascending. Values are
+decoded in registers, so they never pass through shared memory. Up to 16 rows, each warp multiplies 16 outputs by itself
+(mma.sync, which has the bits of wgmma). More rows are multiplied by four warps together (wgmma).
 
 A chain of products is K / 16 long, and each takes 40 to 56 cycles (H200, Triton 3.6, 2026-11-30). So a long K limits
-small matrices: 2048 outputs of 4096 columns take 8.0 us, not 6.3 as in bf16. 32768 outputs of 1024 columns take 12 to
-13, not 17.
+small matrices: 2048 outputs of 4096 columns take 7.7 us, not 6.2 as in bf16. 32768 outputs of 1024 columns take 12 to
+13, not 16 to 17.
 
 Prompts read a matrix many times, so `write_values` makes its values once per product. A matrix of 4096 x 16384 takes 48
 us at the bandwidth of a copy, its product with 1024 rows 196 us at 700 TFLOP/s.
@@ -32,6 +31,7 @@ from moeyard_kernels.experts.packed_product import (
     E4M3_FACTOR,
     expect,
     factors,
+    group_products,
     rows_of,
     warp_products,
     words_of,
@@ -48,21 +48,26 @@ _NARROW_0, _NARROW_1 = codes.NARROW_0, codes.NARROW_1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedLinear(Config):
-    """BM rows and BN columns per program, steps of `tiles` tiles, num_stages steps in flight."""
+    """BM rows and BN columns per program, steps of `tiles` tiles, num_stages steps in flight.
+
+    warp_products: as `experts.packed_product.PackedConfig` has it. Without it BN is a multiple of 64.
+    """
 
     kernel: Literal["packed"] = "packed"
     BM: int
     BN: int
     tiles: int
+    warp_products: bool = True
 
 
 CONFIGS = tuple(
-    PackedLinear(BM=rows, BN=columns, tiles=tiles, num_stages=stages, num_warps=columns // 16)
-    for rows, columns, tiles, stages in (
-        *((8, 16, 4, 4), (8, 32, 8, 3), (8, 64, 2, 6), (8, 64, 4, 4), (8, 64, 8, 3)),
-        *((16, 16, 8, 3), (16, 32, 8, 3), (16, 64, 2, 6), (16, 64, 4, 3)),
-        *((32, 32, 4, 4), (32, 64, 2, 4)),
-        *((64, 16, 2, 4), (64, 32, 4, 3), (64, 64, 2, 4)),
+    PackedLinear(BM=rows, BN=columns, tiles=tiles, num_stages=stages, num_warps=columns // 16, warp_products=by_warps)
+    for by_warps, rows, columns, tiles, stages in (
+        *((True, 8, 16, 4, 4), (True, 8, 32, 8, 3), (True, 8, 64, 2, 6), (True, 8, 64, 4, 4), (True, 8, 64, 8, 3)),
+        *((True, 16, 16, 8, 3), (True, 16, 32, 8, 3), (True, 16, 64, 2, 6), (True, 16, 64, 4, 3)),
+        *((False, 16, 64, 2, 6), (False, 16, 64, 4, 4), (True, 32, 32, 4, 4), (True, 32, 64, 2, 4)),
+        *((False, 32, 64, 2, 6), (False, 32, 64, 4, 4), (False, 32, 128, 2, 4), (True, 64, 32, 4, 3)),
+        *((False, 64, 64, 2, 6), (False, 64, 64, 4, 4), (False, 64, 128, 1, 6), (False, 64, 128, 2, 4)),
     )
 )
 
@@ -71,7 +76,7 @@ CONFIGS = tuple(
 def linear_packed_kernel(
     d_x, d_w, p_s, p_bias, p_y, M, N: gl.constexpr, K: gl.constexpr, SR: gl.constexpr, SK: gl.constexpr,
     KS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, CH: gl.constexpr, STAGES: gl.constexpr, NW: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
+    WARPS: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     """Compute [BM, BN] of x [M, K] @ w [N, K].T (+ bias).
 
@@ -85,9 +90,8 @@ def linear_packed_kernel(
     NB: gl.constexpr = (N + SR - 1) // SR
     DT: gl.constexpr = gl.bfloat16
     ST: gl.constexpr = p_s.dtype.element_ty
-    L_Y: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [NW, 1], [16, 8])
+    L_Y: gl.constexpr = gl.NVMMADistributedLayout([2 if WARPS else 3, 0], [NW, 1], [16, 8] if WARPS else [16, BM, 16])
     L_A: gl.constexpr = gl.DotOperandLayout(0, L_Y, 2)
-    L_B: gl.constexpr = gl.DotOperandLayout(1, L_Y, 2)
     L_X: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     L_S: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [NW, 1], [1, 0])
     # Each buffer is an allocation of its own, as in `experts.packed_product`.
@@ -116,9 +120,16 @@ def linear_packed_kernel(
     for i in gl.static_range(STAGES - 1):
         load_block(d_x, [2 * i * CH, i_m, 0], e_x[i], rows_of(s_x[i]), pred=i < NUM)
     b_acc = gl.zeros([BN, BM], gl.float32, L_Y)
-    b_acc = warp_products(
-        b_acc, d_w, d_x, s_w, s_x, s_s, s_s, e_w, e_x, 0, i_n, i_m, NUM, STAGES, "fp8", SK, False, L_A, L_B
-    )
+    if WARPS:
+        b_acc = warp_products(
+            b_acc, d_w, d_x, s_w, s_x, s_s, s_s, e_w, e_x, 0, i_n, i_m, NUM, STAGES, "fp8", SK, False, L_A,
+            gl.DotOperandLayout(1, L_Y, 2),
+        )  # fmt: skip
+    else:
+        b_acc = group_products(
+            b_acc, M, d_w, d_x, s_w, s_x, s_s, s_s, e_w, e_x, p_y, 0, s_s, 0, i_n, i_m, NUM, False, "fp8", STAGES, SK,
+            False, L_A, L_Y,
+        )  # fmt: skip
     o_n, o_m = i_n + gl.arange(0, BN, gl.SliceLayout(1, L_Y)), i_m + gl.arange(0, BM, gl.SliceLayout(0, L_Y))
     if HAS_BIAS:
         b_acc += gl.load(p_bias + o_n, mask=o_n < N, other=0.0).to(gl.float32)[:, None]
@@ -157,17 +168,23 @@ def write_values_kernel(
 def default_config(num_rows: int, weight: Matrix) -> PackedLinear:
     """Return the config for `num_rows` rows, by times on an H200 (Triton 3.6, 2026-11-30).
 
-    Every slice of outputs reads all rows, so slices are as wide as the number of outputs allows.
+    Few outputs make too few programs, so the rows are divided too.
     """
     num_out, dim = weight.shape
     rows = min(64, max(8, triton.next_power_of_2(num_rows)))
-    columns = 64 if rows == 8 or num_out >= 4096 else 32
-    tiles, stages = (4, 4) if rows == 8 else (2, 6 if rows == 16 else 4)
-    if columns == 32:
-        tiles, stages = (8, 3) if rows == 16 else (4, 3)
+    if num_out <= 4096:
+        rows = max(8, rows // 2)
+    many = num_out >= 16384
+    columns, tiles, stages = {
+        8: (64, 4, 4),
+        16: (32, 8, 3) if num_out <= 4096 else (64, 2, 6),
+        32: (128, 2, 4) if many else (64, 4, 4),
+        64: (128, 1, 6) if many else (64, 2, 6),
+    }[rows]
     while dim // COLUMNS % tiles:
         tiles //= 2
-    return PackedLinear(BM=rows, BN=columns, tiles=tiles, num_stages=stages, num_warps=columns // 16)
+    warps = columns // 16
+    return PackedLinear(BM=rows, BN=columns, tiles=tiles, num_stages=stages, num_warps=warps, warp_products=rows <= 16)
 
 
 def linear_packed(
@@ -208,6 +225,7 @@ def linear_packed(
         CH=config.tiles,
         STAGES=config.num_stages,
         NW=config.num_warps,
+        WARPS=config.warp_products,
         HAS_BIAS=bias is not None,
         num_warps=config.num_warps,
         enable_fp_fusion=False,

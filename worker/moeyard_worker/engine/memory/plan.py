@@ -20,6 +20,8 @@ AUTO_KV_SHARE = 0.25
 LEAST_KV_SHARE = 1 / 16
 # Share of the available memory that no plan uses: the allocator's rounding, Python's objects, sockets.
 MARGIN_SHARE = 0.05
+# Most of it on a GPU. An H200 had 7.6 GiB left at the peak, beside a margin of 6.9 (DeepSeek-V4-Flash, 2026-11-30).
+GPU_MARGIN = 3 << 30
 # Rows whose logits exist at once when prompts are scored (engine/sampling/scoring.py). With this many, a CPU spends its
 # time on their products and not on reading the head's weight.
 SCORED_ROWS = 64
@@ -235,7 +237,7 @@ def plan_memory(
         workspace=step_bytes(config, model, footprints),
         sums=sums_bytes(config, model, itemsize, footprints),
         grammars=0 if footprints.HOST_EXPERTS else grammars,
-        margin=int(available * MARGIN_SHARE),
+        margin=min(int(available * MARGIN_SHARE), GPU_MARGIN if footprints.HOST_EXPERTS else available),
     )
     state = model.state_spec(itemsize)
     slots_bytes = config.max_num_seqs * state.slots_per_sequence(config.num_drafts) * state.bytes_per_sequence
