@@ -19,6 +19,7 @@ from tests.checkpoints import make_checkpoint
 from moeyard_kernels.cpu import footprint
 from moeyard_kernels.cpu.backend import CpuBackend
 from moeyard_kernels.cuda import footprint as cuda_footprint
+from moeyard_kernels.types.footprint import Footprints
 from moeyard_kernels.types.gate import GateRule
 from moeyard_kernels.types.matrix import Matrix
 from moeyard_worker.checkpoint.formats.plain import PlainFormat
@@ -124,8 +125,8 @@ def test_slots_and_length_shrink_to_fit() -> None:
 
 def planner(**given: Any) -> Planner:
     """Return `plan_memory` with the arguments that describe the model."""
-    given = {"resident_bytes": 10 * MIB, "dtype": "float32", "num_local_experts": 32, **given}
-    return partial(plan_memory, model=MODEL, footprints=footprint, **given)
+    usual = {"model": MODEL, "footprints": footprint, "resident_bytes": 10 * MIB, "dtype": "float32"}
+    return partial(plan_memory, **{**usual, "num_local_experts": 32, **given})
 
 
 def refused_with_ways(plan: Planner, config: EngineConfig, available: int) -> tuple[str, list[dict[str, int]]]:
@@ -312,6 +313,21 @@ def test_no_room_for_one_expert() -> None:
     text = refused(GIB, dense=GIB - reserve - 300 * KIB, kv_memory=2 * PAGE_BYTES)
     assert "needs at least one expert of 1.5 MiB and 1 more for prompts, 3 MiB, but this worker has left " in text
     assert "a reserve of" in text
+
+
+def test_kv_of_a_gpu_gets_what_is_left_beside_all_experts() -> None:
+    """Nothing else on the device could use it. On a CPU other processes can."""
+    config = EngineConfig(model_path="")
+    of_cpu, of_gpu = (
+        planner(footprints=backend)(config=config, available=available)
+        for backend, available in ((footprint, GIB), (cuda_footprint, 2 * GIB))
+    )
+    assert of_cpu.expert_slots == of_gpu.expert_slots == 32
+    for done, backend in ((of_cpu, footprint), (of_gpu, cuda_footprint)):
+        free = done.available - done.reserve.total - 10 * MIB
+        kv = done.num_pages * PAGE_BYTES + done.max_model_len * prefix_bytes(MODEL, 4, backend)
+        most = free - 32 * EXPERT_BYTES if backend is cuda_footprint else free * AUTO_KV_SHARE
+        assert most - 2 * PAGE_BYTES <= kv <= most
 
 
 def test_kv_shrinks_if_all_experts_then_fit() -> None:
@@ -534,29 +550,38 @@ def test_exchange_slab_is_reserved_once_for_several_ranks(dtype: str) -> None:
     dense=st.integers(1, GIB),
     num_experts=st.integers(1, 64),
     available=st.integers(1, 4 * GIB) | st.integers(60 * GIB, 140 * GIB),
+    backend=st.sampled_from((footprint, cuda_footprint)),
 )
 def test_parts_never_exceed_available_memory(
-    config: EngineConfig, attention: Gqa | Mla, dtype: str, dense: int, num_experts: int, available: int
+    config: EngineConfig,
+    attention: Gqa | Mla,
+    dtype: str,
+    dense: int,
+    num_experts: int,
+    available: int,
+    backend: Footprints,
 ) -> None:
     model = replace(MODEL, attention=(attention,) * 4)
-    plan = planner(resident_bytes=dense, dtype=dtype, num_local_experts=num_experts)
+    plan = planner(resident_bytes=dense, dtype=dtype, num_local_experts=num_experts, footprints=backend)
     try:
         done = plan(config=config, model=model, available=available)
     except ValueError:
         return
     free = available - dense - done.reserve.total
     kv = done.num_pages * config.page_size * model.state_spec(DTYPE_BYTES[dtype]).bytes_per_token
-    prefix = done.max_model_len * prefix_bytes(model, DTYPE_BYTES[dtype], footprint)
+    prefix = done.max_model_len * prefix_bytes(model, DTYPE_BYTES[dtype], backend)
     slots = done.expert_slots + done.stream_slots
-    assert done.stream_slots == (footprint.STREAM_SLOTS if done.expert_slots < num_experts else 0)
+    assert done.stream_slots == (backend.STREAM_SLOTS if done.expert_slots < num_experts else 0)
     assert kv + prefix + slots * model.expert_form(dtype).blob_bytes <= free
-    assert done.reserve.workspace == step_bytes(config, model, footprint)
-    most = 3 * GIB if footprint.HOST_EXPERTS else available
+    assert done.reserve.workspace == step_bytes(config, model, backend)
+    most = 3 * GIB if backend.HOST_EXPERTS else available
     assert done.reserve.margin == min(int(available * 0.05), most)
     assert 1 <= done.expert_slots <= num_experts
     assert done.max_model_len <= done.num_pages * config.page_size
     if config.kv_memory is None:
-        assert kv + prefix <= free * AUTO_KV_SHARE
+        rest = free - num_experts * model.expert_form(dtype).blob_bytes
+        fills = backend.HOST_EXPERTS and config.expert_slots is None
+        assert kv + prefix <= max(rest if fills else 0, free * AUTO_KV_SHARE)
     else:
         assert kv <= config.kv_memory
 

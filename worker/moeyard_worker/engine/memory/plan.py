@@ -14,7 +14,7 @@ from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.state.spec import StateSpec
 
 # Without --kv-memory, KV pages and attention to the longest sequence in them get at most this share of the memory that
-# weights and reserve leave.
+# weights and reserve leave. On a GPU they get all that is left beside all experts, because nothing else uses it.
 AUTO_KV_SHARE = 0.25
 # They get less, down to this share, if all experts then have slots: a miss costs more than a page.
 LEAST_KV_SHARE = 1 / 16
@@ -224,7 +224,8 @@ def plan_memory(
     staging: bytes of the exchange for experts that peers read.
 
     Without --kv-memory, pages get AUTO_KV_SHARE of the free memory. They get less, down to LEAST_KV_SHARE, if all
-    experts then have slots. Experts get the rest, or the number of their flags.
+    experts then have slots. Experts get the rest, or the number of their flags. On a GPU whose experts all fit beside
+    that share, pages get the rest.
 
     Raises ValueError with both numbers and the flag to change if something does not fit.
     """
@@ -256,7 +257,9 @@ def plan_memory(
         raise ValueError(f"--max-model-len {max_model_len} exceeds the model's {model.max_position}")
     per_position = prefix_bytes(model, itemsize, footprints)
     expert_bytes = model.expert_form(dtype).blob_bytes
-    budget, reasons = _kv_budget(config, free=free, all_experts=num_local_experts * expert_bytes)
+    budget, reasons = _kv_budget(
+        config, free=free, all_experts=num_local_experts * expert_bytes, fills=footprints.HOST_EXPERTS
+    )
     # --kv-memory is for pages. Attention to them takes more.
     both = config.page_size * (state.bytes_per_token + (per_position if config.kv_memory is None else 0))
     num_snapshots = _num_snapshots(
@@ -356,8 +359,11 @@ def _slot_reasons(
         yield "prefixes are not reused: there is no snapshot of the state behind them"
 
 
-def _kv_budget(config: EngineConfig, *, free: int, all_experts: int) -> tuple[int, tuple[str, ...]]:
-    """Return the bytes for KV pages and attention to them, without --kv-memory, and the reason."""
+def _kv_budget(config: EngineConfig, *, free: int, all_experts: int, fills: bool) -> tuple[int, tuple[str, ...]]:
+    """Return the bytes for KV pages and attention to them, without --kv-memory, and the reason.
+
+    fills: whether they get all that is left beside all experts.
+    """
     share = int(free * AUTO_KV_SHARE)
     words = f"of {format_size(free)} that are free, KV may take"
     if config.kv_memory is not None:
@@ -365,7 +371,7 @@ def _kv_budget(config: EngineConfig, *, free: int, all_experts: int) -> tuple[in
     if config.expert_slots is not None or config.expert_memory is not None:
         return share, (f"{words} {AUTO_KV_SHARE:.0%}, {format_size(share)}; experts as their flag says",)
     left = free - all_experts
-    if left >= share:
+    if left >= share and not fills:
         return share, (f"{words} {AUTO_KV_SHARE:.0%}, {format_size(share)}: all experts fit beside it",)
     if left >= int(free * LEAST_KV_SHARE):
         return left, (f"{words} {format_size(left)}: what is left beside all experts, {format_size(all_experts)}",)
