@@ -26,6 +26,7 @@
 #     shapes shapes_prompts            the kernels at all sizes of the steps of eight models, of 1, 8 and 64 rows and of
 #                                      1024 and 8192 (choose with MODELS='Kimi-K2 Mixtral-8x7B' ROWS=256), in $OUT/steps.csv
 #     table residency                  the whole table of one GPU; experts without slots
+#     loading                          reading files into slots and host memory, with and without codes
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
 #     whole                            two GPUs or more: one answer of ranks x exchanges x placements
 #     links                            two GPUs: experts without slots, each rank alone against all for each other
@@ -382,6 +383,11 @@ four() {
   step four_qwen 260 "${four[@]}" --shape Qwen3-30B-A3B --prefill 4x4096 16x4096 --mixed 4096 --budgets 2048 1024 --check \
     --uneven 8,0,0,0 --arrivals 20x512
   step four_k2 160 "${four[@]}" --shape Kimi-K2 --layers 12
+}
+loading() {
+  step loading 250 python3 bench/gpu_loading.py --directory /tmp/loading --layers 4 --quantization fp8 int4-g128
+  step loading_host 250 python3 bench/gpu_loading.py --directory /tmp/loading --layers 4 --quantization fp8 int4-g128 \
+    --residency 0.25
 }
 # Experts without a slot, read by each rank alone and by all ranks for each other: equality, then tokens/s of both.
 links() {

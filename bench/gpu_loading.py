@@ -1,10 +1,12 @@
 """Loading speed of safetensors into a GPU, compared with the disk alone, for part of a published shape.
 
     python bench/gpu_loading.py --directory /tmp/loading [--shape Qwen3-30B-A3B] [--layers 6] [--device cuda]
+        [--quantization fp8 int4-g128] [--residency 0.25]
 
 The script writes the files (random values, one file per layer) and drops them from the page cache. It reads them once
 with plain large reads and drops them again. Then it loads them as `moeyard serve` does, and once more with the files in
-memory.
+memory. With `--quantization` it does the same with the checkpoint that `moeyard quantize --to` makes of these files.
+`--residency` is the share of experts in slots. The others are kept in host memory.
 """
 
 import argparse
@@ -13,17 +15,19 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from moeyard_worker.checkpoint import converting
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.config.worker_spec import WorkerSpec
 from moeyard_worker.engine.assembly.worker import Worker
 from moeyard_worker.models.families import parse_model_config
-from moeyard_worker.models.shapes import SHAPES, shape_config
+from moeyard_worker.models.shapes import SHAPES, served_model, shape_config
 from moeyard_worker.models.spec import model_spec
 
 _READ = 16 << 20
@@ -36,10 +40,10 @@ def write(directory: Path, shape: str, layers: int) -> int:
     (directory / "config.json").write_text(json.dumps(config))
     expected = model_spec(parse_model_config(Fields(shape, config), Fields(shape, {})), ()).expected()
     files: dict[str, dict[str, tuple[int, ...]]] = {}
-    for key, size in expected.items():
+    for key, tensor in expected.items():
         part = key.split(".")[2] if ".layers." in key else "rest"
-        files.setdefault(f"model-{part}.safetensors", {})[key] = size
-    largest = max(torch.Size(size).numel() for size in expected.values())
+        files.setdefault(f"model-{part}.safetensors", {})[key] = tensor.shape
+    largest = max(torch.Size(tensor.shape).numel() for tensor in expected.values())
     chance = torch.empty(largest, dtype=torch.bfloat16).normal_(0, 0.02)
     total, places = 0, {}
     for name, shapes in files.items():
@@ -69,7 +73,7 @@ def read(directory: Path) -> float:
     return time.perf_counter() - begun
 
 
-def load(directory: Path, device: str) -> tuple[float, float | None, int]:
+def load(directory: Path, device: str, residency: float) -> tuple[float, float | None, int]:
     """Return the seconds of a worker's load, its reported bytes per second from files, and the bytes."""
     config = EngineConfig(
         model_path=str(directory),
@@ -79,6 +83,9 @@ def load(directory: Path, device: str) -> tuple[float, float | None, int]:
         max_model_len=1024,
         enforce_eager=device != "cpu",
     )
+    model = served_model(config)
+    slots = max(1, int(residency * model.num_experts * len(model.moe_layers)))
+    config = replace(config, expert_slots=None if residency == 1 else slots)
     worker = Worker(WorkerSpec(config=config, rank=0, epoch=0, host="127.0.0.1", version="bench"))
     try:
         worker.connect([worker.endpoints()["mesh"]])
@@ -99,26 +106,41 @@ def main() -> int:
     parser.add_argument("--shape", choices=SHAPES, default="Qwen3-30B-A3B")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--quantization", nargs="*", default=[], help="forms as of `moeyard quantize --to`")
+    parser.add_argument("--residency", type=float, default=1.0, help="share of experts in slots (default: 1)")
     args = parser.parse_args()
     begun = time.perf_counter()
     total = write(args.directory, args.shape, args.layers)
     print(f"wrote {total * 1e-9:.2f} GB in {time.perf_counter() - begun:.1f} s", flush=True)
-    drop(args.directory)
-    cold = read(args.directory)
-    warm = read(args.directory)
+    report(args.directory, args.device, args.residency)
+    for name in args.quantization:
+        begun = time.perf_counter()
+        converting.quantized(args.directory, name).write(args.directory / name, lambda num_bytes: None)
+        print(f"wrote {name} in {time.perf_counter() - begun:.1f} s", flush=True)
+        report(args.directory / name, args.device, args.residency)
+    return 0
+
+
+def report(directory: Path, device: str, residency: float) -> None:
+    """Measure one checkpoint and print its speeds."""
+    total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    drop(directory)
+    cold = read(directory)
+    warm = read(directory)
     print(
-        f"plain reads: {total / cold * 1e-9:.2f} GB/s from the disk, {total / warm * 1e-9:.2f} from memory", flush=True
+        f"plain reads of {total * 1e-9:.2f} GB: {total / cold * 1e-9:.2f} GB/s from the disk, "
+        f"{total / warm * 1e-9:.2f} from memory",
+        flush=True,
     )
     for how in ("from the disk", "from memory"):
         if how == "from the disk":
-            drop(args.directory)
-        seconds, rate, loaded = load(args.directory, args.device)
+            drop(directory)
+        seconds, rate, loaded = load(directory, device, residency)
         files = "" if rate is None else f", of which the files gave {rate * 1e-9:.2f} GB/s"
         print(
             f"loaded {how}: {loaded * 1e-9:.2f} GB in {seconds:.2f} s, {loaded / seconds * 1e-9:.2f} GB/s{files}",
             flush=True,
         )
-    return 0
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from moeyard_kernels.common import codes
-from moeyard_kernels.types.matrix import Matrix, dequantize, pack_codes, tile_
+from moeyard_kernels.types.matrix import E2M1, Matrix, dequantize, pack_codes, tile_
 from moeyard_kernels.types.weight_form import (
+    FormPart,
     WeightForm,
     fp4_form,
     fp4_tiles,
@@ -161,3 +162,43 @@ def test_codes_and_scales_that_tiles_with_bf16_scales_cannot_hold() -> None:
         matrix.data.view(torch.uint8)[5, 7] = code
         with pytest.raises(ValueError, match="is NaN"):
             tile_(tiles, matrix)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        *(fp8_form(128, 128), fp8_form(48, 96), fp8_form(1, None), fp8_form(None, None), fp4_form(32)),
+        *(int4_form(32, scales="bfloat16", zeros=False), int4_form(128, scales="float32", zeros=True)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("rows", "columns"), [(300, 1280), (7, 64), (1, 640), (2100, 128), (5, 33)])
+def test_values_are_the_rounded_products_of_codes_and_scales(form: WeightForm, rows: int, columns: int) -> None:
+    """For every code, blocks that end early, and matrices of more values than are made at once."""
+    if form.name != "fp8":
+        columns += -columns % (form.parts[1].columns or 1)
+    matrix = Matrix.empty(form, rows, columns, torch.device("cpu"))
+    draw = torch.Generator().manual_seed(rows)
+    data, scales = matrix.arrays[:2]
+    data.view(torch.uint8).copy_(torch.randint(0, 256, data.view(torch.uint8).shape, generator=draw))
+    scales.copy_(torch.rand(scales.shape, generator=draw) + 0.25)
+    if form.name == "fp8":
+        codes_of = data.float()
+    else:
+        nibbles = torch.stack([data >> shift & 15 for shift in range(0, 32, 4)], -1).flatten(1)
+        codes_of = torch.tensor(E2M1)[nibbles] if form.name == "fp4" else nibbles.float()
+    blocks = [spread(part, rows, columns, array) for part, array in zip(form.parts[1:], matrix.arrays[1:], strict=True)]
+    if len(blocks) == 2:
+        matrix.arrays[2].copy_(torch.randint(0, 16, matrix.arrays[2].shape, generator=draw))
+        codes_of -= spread(form.parts[2], rows, columns, matrix.arrays[2])
+    elif form.name == "int4":
+        codes_of -= 8
+    wanted = (codes_of * blocks[0]).bfloat16()
+    assert torch.equal(dequantize(matrix).view(torch.int16), wanted.view(torch.int16))
+
+
+def spread(part: FormPart, rows: int, columns: int, array: torch.Tensor) -> torch.Tensor:
+    """Return the value of each element's block."""
+    row = torch.arange(rows) // (part.rows or rows)
+    column = torch.arange(columns) // (part.columns or columns)
+    return array.float()[row][:, column]

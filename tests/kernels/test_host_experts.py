@@ -17,7 +17,9 @@ from tests.expert_fill import expert_fill
 from tests.limits import HANG_SECONDS
 
 from moeyard_kernels import host_memory
+from moeyard_kernels.cuda.experts import CudaExpertSlots
 from moeyard_kernels.cuda.host_experts import HostExperts
+from moeyard_kernels.cuda.residency import CudaResidency
 from moeyard_kernels.host_memory import BorrowedMemory, HostMemory, HostWord
 from moeyard_kernels.types.peer_shape import LentMemory
 from moeyard_kernels.types.weight_form import plain_expert
@@ -30,17 +32,17 @@ CPU = torch.device("cpu")
 def test_blob_has_the_layout_of_a_slot(dtype: torch.dtype) -> None:
     hidden, inner = 12, 5
     form = plain_expert(hidden=hidden, intermediate=inner, dtype=str(dtype).removeprefix("torch."))
-    host = HostExperts(num_experts=3, form=form, device=CPU)
+    slots = CudaExpertSlots(num_slots=3, form=form, device=CPU)
+    host = CudaResidency(slots, policy="slru", num_layers=1, num_experts=3, num_slots=1)
     assert form.blob_bytes == 3 * hidden * inner * dtype.itemsize
     experts = [(torch.randn(inner, hidden), torch.randn(inner, hidden), torch.randn(hidden, inner)) for _ in range(3)]
     # The second blob is written twice: nothing of its first expert may stay.
     for index, expert in ((0, 0), (1, 2), (2, 2), (1, 1)):
-        host.put(index, expert_fill(*experts[expert]))
+        host.put(0, index, expert_fill(*experts[expert]))
     for index, (gate, up, down) in enumerate(experts):
-        gate_up, last = host.regions(index)
+        gate_up, last = host.stored(0, index).split(form.region_bytes)
         assert torch.equal(gate_up.view(dtype).view(2 * inner, hidden), torch.cat((gate, up)).to(dtype))
         assert torch.equal(last.view(dtype).view(hidden, inner), down.to(dtype))
-        assert torch.equal(host.blobs[index], torch.cat((gate_up, last)))
 
 
 def test_memory_is_pinned_while_it_is_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 import torch
 
 from moeyard_kernels.host_memory import HostMemory
-from moeyard_kernels.types.matrix import Fill, blob_views
 from moeyard_kernels.types.weight_form import ExpertForm
 
 
@@ -17,10 +16,6 @@ class HostExperts:
         self._form = form
         self.memory = HostMemory(num_experts * form.blob_bytes, device, shared=shared)
         self.blobs = self.memory.bytes.view(num_experts, form.blob_bytes)
-
-    def put(self, index: int, fill: Fill) -> None:
-        """Store the expert that `fill` writes."""
-        fill(blob_views(self._form, self.blobs[index]))
 
     def regions(self, index: int) -> tuple[torch.Tensor, ...]:
         """Return the bytes of gate_up and of down."""

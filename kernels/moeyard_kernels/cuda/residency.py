@@ -114,12 +114,19 @@ class CudaResidency:
         self._copied = self._side.event()
 
     def put(self, layer: int, expert: int, fill: Fill) -> None:
-        """Store one expert in host memory, or in its slot if host memory holds no copy of it."""
+        """Store one expert in host memory, or in its slot if host memory holds no copy of it. Copies may still run on
+        return, until `start` has returned."""
         place = self._place(layer, expert)
         if place < 0:
             self._slots.write(int(self._state.slot_of[layer, expert]), fill)
-        else:
-            self._host.put(place, fill)
+            return
+        # The device decodes codes and puts them in tiles, because a CPU takes a hundred times as long. The slots that
+        # stream are free until `start`, but copies for the last prompt may still run.
+        slot = self._num_slots
+        self._copier.join()
+        self._slots.write(slot, fill)
+        for target, source in zip(self._host.regions(place), self._slots.contents(slot), strict=True):
+            target.copy_(source, non_blocking=True)
 
     def stored(self, layer: int, expert: int) -> torch.Tensor:
         """Return the bytes of an expert."""

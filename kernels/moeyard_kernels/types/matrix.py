@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
@@ -18,6 +19,8 @@ FP4_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (5, 14, 13, 12), (11, 4, 3, 10))
 FP8_BITS = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
 # This slice of e2m1 codes has its 3 lower bits in the other word of the pair.
 SWAPPED = 2
+# A CPU makes so many values at once.
+_BLOCK_VALUES = 1 << 18
 # bf16 scales of tiled e4m3 codes are below this, so that their products with 2^120 are finite.
 E4M3_SCALES_END = 128.0
 
@@ -219,23 +222,55 @@ def dequantize(matrix: Matrix) -> torch.Tensor:
             parts = zip(*(array.split(1, 1) for array in matrix.arrays), strict=True)
             return torch.cat([dequantize(Matrix(matrix.form, shape, arrays)) for arrays in parts])
         matrix = untile(matrix)
-    if matrix.form.name == "fp8":
-        codes = matrix.data.float()
-    elif matrix.form.name == "fp4":
-        codes = torch.tensor(E2M1, device=matrix.data.device)[unpack_codes(matrix.data)]
+    out = torch.empty(matrix.shape, dtype=torch.bfloat16, device=matrix.data.device)
+    # On a CPU, blocks of rows stay in its caches. A GPU would wait for more launches.
+    step = matrix.shape[0] if out.is_cuda else max(1, _BLOCK_VALUES // matrix.shape[1])
+    for begin in range(0, matrix.shape[0], step):
+        values = _values_of_codes(matrix, slice(begin, begin + step))
+        if len(matrix.arrays) == 3:
+            _combine(values, matrix, 2, begin, torch.Tensor.sub_)
+        out[begin : begin + step] = _combine(values, matrix, 1, begin, torch.Tensor.mul_)
+    return out
+
+
+@cache
+def _table_of_codes(name: str, signed: bool, device: torch.device) -> torch.Tensor:
+    """Return the bf16 values of the codes in each word of 16 bits, exactly, as one integer of so many bytes [65536]."""
+    words = torch.arange(1 << 16, dtype=torch.int32)
+    if name == "fp8":
+        codes = torch.stack([words & 255, words >> 8], -1).to(torch.uint8).view(torch.float8_e4m3fn)
+        return codes.bfloat16().view(torch.int32).squeeze(-1).to(device)
+    nibbles = (words[:, None] >> torch.arange(0, 16, 4, dtype=torch.int32)) & 15
+    values = torch.tensor(E2M1)[nibbles] if name == "fp4" else nibbles.float() - (8.0 if signed else 0.0)
+    return values.bfloat16().view(torch.int64).squeeze(-1).to(device)
+
+
+def _values_of_codes(matrix: Matrix, rows: slice) -> torch.Tensor:
+    """Return the codes of some rows as fp32. Those of int4 codes are q - 8, or q if there are zero points."""
+    name, data = matrix.form.name, matrix.data[rows].contiguous()
+    if name == "fp8" and matrix.shape[1] % 2:
+        return data.float()
+    words = data.view(torch.int16).flatten().to(torch.int32).bitwise_and_(0xFFFF)
+    table = _table_of_codes(name, len(matrix.arrays) == 2, data.device)
+    return table.index_select(0, words).view(torch.bfloat16).view(-1, matrix.shape[1]).float()
+
+
+def _combine(
+    values: torch.Tensor, matrix: Matrix, index: int, begin: int, use: Callable[[torch.Tensor, torch.Tensor], object]
+) -> torch.Tensor:
+    """Apply `use` to `values`, fp32 of the rows from `begin` on, and part `index` of their blocks. Return `values`."""
+    part, array = matrix.form.parts[index], matrix.arrays[index]
+    (count, columns), size = values.shape, part.rows or matrix.shape[0]
+    if size > 1:
+        rows = torch.arange(begin, begin + count, device=array.device) // size
+        array = array.index_select(0, rows)
     else:
-        assert matrix.form.name == "int4", f"{matrix.form.name} has no values"
-        codes = unpack_codes(matrix.data).float()
-        codes -= _spread(matrix, 2) if len(matrix.arrays) == 3 else 8.0
-    return codes.mul_(_spread(matrix, 1)).bfloat16()
-
-
-def _spread(matrix: Matrix, index: int) -> torch.Tensor:
-    """Return part `index` with one fp32 element per element of the matrix, without a copy if one row is one block."""
-    (rows, columns), part, array = matrix.shape, matrix.form.parts[index], matrix.arrays[index].float()
-    if part.rows != 1:
-        array = array.repeat_interleave(part.rows or rows, 0)[:rows]
-    return array if part.columns is None else array.repeat_interleave(part.columns, 1)[:, :columns]
+        array = array[begin : begin + count]
+    array = array.float()
+    if part.columns is not None and columns % part.columns:
+        array = array.repeat_interleave(part.columns, 1)[:, :columns]
+    use(values.view(count, array.shape[1], -1), array.unsqueeze(-1))
+    return values
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -364,9 +364,8 @@ class Worker:
         found = check_weights(self._spec.config, self._model, weights)
         assert isinstance(found, CheckedCheckpoint), "new weights are files"
         change: Callable[[], None]
-        compare = self._sleeper.runner.compare if self._device.captures else None
         if self._sleeper.level:
-            read_through(found, self._dtype, self.experts.owned_keys(), compare)
+            self._read_through(found)
             change = partial(self._sleeper.change_weights, self._dense_bytes(found))
         elif isinstance(self.runner, Runner):
             self._check_room(found)
@@ -376,12 +375,17 @@ class Worker:
             source.trust()
             change = partial(self._swap, model, experts)
         else:
-            read_through(found, self._dtype, self.experts.owned_keys(), compare)
+            self._read_through(found)
             change = partial(self._overwrite, found)
         if self._reading is weights:  # nobody has discarded them meanwhile
             self._staged = StagedWeights(weights=weights, checkpoint=found, change=change)
         log.info("rank %d has read %s", self._spec.rank, weights)
         return self._facts(found)
+
+    def _read_through(self, found: CheckedCheckpoint) -> None:
+        """Read all weights that this rank will need once, to find faults."""
+        compare = self._sleeper.runner.compare if self._device.captures else None
+        read_through(found, self._dtype, self.experts.owned_keys(), compare, decoder=self._device.backend.device)
 
     def discard_weights(self) -> None:
         """Forget staged weights, also those that are being read."""
