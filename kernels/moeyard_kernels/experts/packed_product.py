@@ -169,6 +169,13 @@ def expect(s_w, s_x, e_w, e_x, more, GATHER: gl.constexpr):
 
 
 @gluon.jit
+def _of_rows(s_r, b_tile, L_A: gl.constexpr):
+    """Return the value of each row, s_r [R], for all columns of b_tile [R, 32]."""
+    b_r, _ = gl.broadcast(gl.expand_dims(s_r.load(gl.SliceLayout(1, L_A)), 1), b_tile)
+    return b_r
+
+
+@gluon.jit
 def _multiply_step(
     b_acc, i_s, phase, i_zero, d_w, d_a, s_w, s_x, s_s, s_z, e_w, e_x, p_a, s_a, s_o, i_slot, i_n, i_row,
     B: gl.constexpr, NUM: gl.constexpr, GATHER: gl.constexpr, CODES: gl.constexpr, STAGES: gl.constexpr,
@@ -187,7 +194,6 @@ def _multiply_step(
     F: gl.constexpr = (B + STAGES - 1) % STAGES
     # Gathered rows of few tokens take longer to arrive than their products take, so they are asked for first.
     EARLY: gl.constexpr = GATHER and s_x[0].shape[1] <= 32
-    L_R: gl.constexpr = gl.SliceLayout(1, L_A)
     DT: gl.constexpr = gl.bfloat16
     i_next = i_s + STAGES - 1
     b_tile = gl.zeros([R, _TILE], DT, L_A)
@@ -211,9 +217,9 @@ def _multiply_step(
         for n in gl.static_range(PER):
             if (u * PER + n) * _TILE % SK == 0 or u + n == 0:
                 i_scale = (i_s * SLICES + u * PER + n) * _TILE // SK
-                b_scale, _ = gl.broadcast(gl.expand_dims(s_s.index(i_scale).load(L_R), 1), b_tile)
+                b_scale = _of_rows(s_s.index(i_scale), b_tile, L_A)
                 if ZEROS:
-                    b_zero, _ = gl.broadcast(gl.expand_dims(s_z.index(i_scale).load(L_R), 1), b_tile)
+                    b_zero = _of_rows(s_z.index(i_scale), b_tile, L_A)
             b_w = decode(b_code, b_zero, b_scale, n, CODES)
             b_acc = warpgroup_mma(b_w, s_x[B].index(u * PER + n + i_zero).permute((1, 0)), b_acc, is_async=True)
             # Codes are decoded while the last product runs.
@@ -268,7 +274,6 @@ def _warp_step(
     PER: gl.constexpr = SLICES // CH
     F: gl.constexpr = (B + STAGES - 1) % STAGES
     J: gl.constexpr = (B + 1) % STAGES
-    L_R: gl.constexpr = gl.SliceLayout(1, L_A)
     b_tile = gl.zeros([b_acc.shape[0], _TILE], gl.bfloat16, L_A)
     b_zero = gl.full([b_acc.shape[0], _TILE], 136.0, gl.bfloat16, L_A)
     i_fill = i_s + STAGES - 1
@@ -277,9 +282,9 @@ def _warp_step(
         for n in gl.static_range(PER):
             if (u * PER + n) * _TILE % SK == 0 or u + n == 0:
                 i_scale = (i_s * SLICES + u * PER + n) * _TILE // SK
-                b_scale, _ = gl.broadcast(gl.expand_dims(s_s.index(i_scale).load(L_R), 1), b_tile)
+                b_scale = _of_rows(s_s.index(i_scale), b_tile, L_A)
                 if ZEROS:
-                    b_zero, _ = gl.broadcast(gl.expand_dims(s_z.index(i_scale).load(L_R), 1), b_tile)
+                    b_zero = _of_rows(s_z.index(i_scale), b_tile, L_A)
             b_w = decode(words[u], b_zero, b_scale, n, CODES)
             b_acc = mma_v2(b_w, s_x[B].index(u * PER + n).permute((1, 0)).load(L_B), b_acc)
             if MORE and u + n == 0:
