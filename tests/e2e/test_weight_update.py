@@ -73,6 +73,7 @@ def fresh(
         return answers(fleet, "f")
 
 
+@pytest.mark.sampled(0)
 def test_a_b_a(processes: ProcessPool, case: tuple[str, Path, Path]) -> None:
     name, a, b = case
     wanted = {path: [bits(each) for each in fresh(processes, path, name)] for path in (a, b)}
@@ -115,6 +116,7 @@ def test_gguf_file_replaces_a_gguf_file(processes: ProcessPool, tmp_path: Path) 
         assert [bits(each) for each in answers(fleet, "b")] == wanted
 
 
+@pytest.mark.sampled(0)
 def test_running_requests_go_on_with_the_new_weights(processes: ProcessPool, case: tuple[str, Path, Path]) -> None:
     """Prompts and outputs are under way. Tokens behind the change are those of a fresh fleet with that beginning."""
     name, a, b = case
@@ -154,6 +156,7 @@ def spans_of(answer: Answer) -> dict[str, tuple[int, int]]:
     return {name: (start, end) for (name, start), end in zip(starts, ends, strict=True)}
 
 
+@pytest.mark.sampled(0)
 def test_rank_killed_in_the_middle_of_a_change(processes: ProcessPool, case: tuple[str, Path, Path]) -> None:
     """One rank has changed, the other dies before it does. Its next process loads what the fleet changes to."""
     name, a, b = case

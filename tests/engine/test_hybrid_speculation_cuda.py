@@ -95,6 +95,7 @@ def test_eager_answers_are_the_same(drafting: Rank, expected: dict[str, Reply]) 
     assert stats.accepted[0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["dspark"], indirect=True)
 def test_drafts_follow_from_the_tokens_alone(drafting: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs and launches, neighbours, prefix hits and preemption make the same drafts behind the same tokens."""

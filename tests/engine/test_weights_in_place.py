@@ -108,6 +108,7 @@ def test_another_form_is_refused_before_a_copy() -> None:
     assert old["two"].all()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asleep", [0, 1, 2])
 @pytest.mark.parametrize("family", ["v4", "mla"])
 def test_weights_of_another_form_are_refused_before_a_change(tmp_path: Path, family: str, asleep: int) -> None:
@@ -132,6 +133,7 @@ def test_weights_of_another_form_are_refused_before_a_change(tmp_path: Path, fam
                 same(answers(rank), first)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("asleep", [0, 1, 2])
 @pytest.mark.parametrize("key", ["model.norm.weight", "model.layers.1.mlp.experts.5.down_proj.weight"])
 def test_values_that_are_not_finite_are_refused_before_a_change(tmp_path: Path, key: str, asleep: int) -> None:

@@ -249,6 +249,7 @@ def requests() -> dict[str, tuple[list[int], SamplingParams]]:
     return {name: (prompt, sampling) for name, prompt in zip(PARTS, prompts, strict=True)}
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("options", [{"kv_memory": 1 << 20}, {"prefill_chunk": 128, "expert_slots": 3}], ids=str)
 def test_prefixes_slots_and_preemption(options: dict[str, Any], tmp_path: Path) -> None:
     """Known prefixes, few pages and few expert slots change no bit."""

@@ -249,6 +249,7 @@ def drafting(directory: Path, steps: str) -> Iterator[Rank]:
             assert (rank.worker.runner.num_replayed > 0) == (steps == "graphs")
 
 
+@pytest.mark.sampled(0)
 @STEPS
 def test_all_drafts_are_right_where_the_bias_is_the_model(tmp_path: Path, steps: str) -> None:
     """The layers add nothing, so the last token decides. The bias is the model's logits, and outweighs noise tokens."""
@@ -320,6 +321,7 @@ def check_drafts(directory: Path, steps: str) -> SchedulerStats:
     return stats
 
 
+@pytest.mark.sampled(0)
 @STEPS
 def test_blocks_end_at_the_last_position(dspark: Path, steps: str) -> None:
     last = load_model_config(dspark).max_position

@@ -41,11 +41,16 @@ def filled(made: list[tuple[torch.Tensor, torch.Tensor]], *, joint: bool) -> Cpu
     return slots
 
 
-def test_joins_only_small_experts_with_equal_bits() -> None:
+def test_joins_only_small_experts_with_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not joins(hidden=HIDDEN, intermediate=INNER, dtype=torch.float32), "another library sums in another order"
     assert not joins(hidden=2048, intermediate=768, dtype=DTYPE), "a copy of such matrices takes longer than calls"
-    # Torch has special loops for the smallest products.
-    assert not joins(hidden=16, intermediate=8, dtype=DTYPE)
+    in_order = joint_experts._products
+
+    def backwards(rows: torch.Tensor, matrices: list[torch.Tensor]) -> torch.Tensor:
+        return in_order(rows.flip(-1), [matrix.flip(-1) for matrix in matrices])
+
+    monkeypatch.setattr(joint_experts, "_products", backwards)
+    assert not joins(hidden=HIDDEN, intermediate=INNER, dtype=DTYPE), "another order of the sums goes unnoticed"
 
 
 def received(rows: torch.Tensor, experts: torch.Tensor) -> Dispatched:
