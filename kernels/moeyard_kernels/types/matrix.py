@@ -19,8 +19,8 @@ FP4_BITS = ((15, 8, 7, 6), (9, 2, 1, 0), (5, 14, 13, 12), (11, 4, 3, 10))
 FP8_BITS = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
 # This slice of e2m1 codes has its 3 lower bits in the other word of the pair.
 SWAPPED = 2
-# A CPU makes so many values at once.
-_BLOCK_VALUES = 1 << 18
+# Values that are made at once: on a CPU, in its caches; on a GPU, in 128 MiB, because it may serve at the same time.
+_VALUES_OF_CPU, _VALUES_OF_GPU = 1 << 18, 1 << 24
 # bf16 scales of tiled e4m3 codes are below this, so that their products with 2^120 are finite.
 E4M3_SCALES_END = 128.0
 
@@ -223,8 +223,7 @@ def dequantize(matrix: Matrix) -> torch.Tensor:
             return torch.cat([dequantize(Matrix(matrix.form, shape, arrays)) for arrays in parts])
         matrix = untile(matrix)
     out = torch.empty(matrix.shape, dtype=torch.bfloat16, device=matrix.data.device)
-    # On a CPU, blocks of rows stay in its caches. A GPU would wait for more launches.
-    step = matrix.shape[0] if out.is_cuda else max(1, _BLOCK_VALUES // matrix.shape[1])
+    step = max(1, (_VALUES_OF_GPU if out.is_cuda else _VALUES_OF_CPU) // matrix.shape[1])
     for begin in range(0, matrix.shape[0], step):
         values = _values_of_codes(matrix, slice(begin, begin + step))
         if len(matrix.arrays) == 3:
