@@ -716,7 +716,10 @@ print(status("VmHWM") - before)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v4", "qwen3_moe", "qwen3_next", "olmoe"])
 def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str) -> None:
-    """A chunk of 512 rows at the end of 4096 positions. The estimate is less than three times the peak."""
+    """A chunk of 512 rows at the end of 4096 positions. The estimate is less than three times the peak.
+
+    It counts fp32, so in bf16 it is less than four times the peak. Without AVX-512 it is 3.1 to 3.5 times.
+    """
     sizes = {
         "deepseek_v3": {
             **{"hidden_size": 512, "intermediate_size": 1024, "moe_intermediate_size": 256},
@@ -753,7 +756,7 @@ def test_step_stays_within_its_estimate(tmp_path: Path, family: str, dtype: str)
     estimate = step_bytes(config, model, footprint) + 4096 * prefix_bytes(
         model, 4 if dtype == "float32" else 2, footprint
     )
-    assert estimate / 3 < peak < estimate, (peak / MIB, estimate / MIB)
+    assert estimate / (3 if dtype == "float32" else 4) < peak < estimate, (peak / MIB, estimate / MIB)
 
 
 def group(root: Path, path: str, *, limit: str, current: int = 0, inactive: int = 0, active: int = 0) -> None:
