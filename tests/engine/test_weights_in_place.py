@@ -108,6 +108,17 @@ def test_another_form_is_refused_before_a_copy() -> None:
     assert old["two"].all()
 
 
+def answers_before_a_refusal(rank: Rank, other: Path, message: str, *, asleep: int) -> dict[str, Reply]:
+    """Return the answers of a rank, let it sleep, and check that it refuses other weights with this message."""
+    first = answers(rank)
+    if asleep:
+        rank.worker.sleep(asleep)
+    with pytest.raises(ValueError, match=message):
+        rank.worker.stage_weights(ServedWeights(version="2", directory=str(other)))
+    assert rank.worker._staged is None
+    return first
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("asleep", [0, 1, 2])
 @pytest.mark.parametrize("family", ["v4", "mla"])
@@ -122,12 +133,8 @@ def test_weights_of_another_form_are_refused_before_a_change(tmp_path: Path, fam
     with gpu_steps():
         for served, other in ((a, b), (b, a)):
             with load(served, dtype="bfloat16") as rank:
-                first = answers(rank)
-                if asleep:
-                    rank.worker.sleep(asleep)
-                with pytest.raises(ValueError, match=r"_(weight|compress) cannot be overwritten in place: torch\."):
-                    rank.worker.stage_weights(ServedWeights(version="2", directory=str(other)))
-                assert rank.worker._staged is None
+                message = r"_(weight|compress) cannot be overwritten in place: torch\."
+                first = answers_before_a_refusal(rank, other, message, asleep=asleep)
                 rank.worker.stage_weights(ServedWeights(version="3", directory=str(served)))
                 rank.worker.wake()
                 same(answers(rank), first)
@@ -143,12 +150,8 @@ def test_values_that_are_not_finite_are_refused_before_a_change(tmp_path: Path, 
     tensor.view(-1)[-1] = float("nan")
     edit_tensors(bad, add={key: tensor})
     with gpu_steps(), load(good, dtype="bfloat16") as rank:
-        first = answers(rank)
-        if asleep:
-            rank.worker.sleep(asleep)
-        with pytest.raises(ValueError, match=rf"bad/model\.safetensors: {key} holds values that are not finite$"):
-            rank.worker.stage_weights(ServedWeights(version="2", directory=str(bad)))
-        assert rank.worker._staged is None
+        message = rf"bad/model\.safetensors: {key} holds values that are not finite$"
+        first = answers_before_a_refusal(rank, bad, message, asleep=asleep)
         rank.worker.wake()
         same(answers(rank), first)
 

@@ -227,14 +227,17 @@ def dequantize(matrix: Matrix) -> torch.Tensor:
     for begin in range(0, matrix.shape[0], step):
         values = _values_of_codes(matrix, slice(begin, begin + step))
         if len(matrix.arrays) == 3:
-            _combine(values, matrix, 2, begin, torch.Tensor.sub_)
-        out[begin : begin + step] = _combine(values, matrix, 1, begin, torch.Tensor.mul_)
+            zeros = _of_blocks(matrix, 2, begin, len(values))
+            values.view(*zeros.shape[:2], -1).sub_(zeros)
+        scales = _of_blocks(matrix, 1, begin, len(values))
+        values.view(*scales.shape[:2], -1).mul_(scales)
+        out[begin : begin + step] = values
     return out
 
 
 @cache
 def _table_of_codes(name: str, signed: bool, device: torch.device) -> torch.Tensor:
-    """Return the bf16 values of the codes in each word of 16 bits, exactly, as one integer of so many bytes [65536]."""
+    """Return a table by words of 16 bits: the exact bf16 values of their codes, as the bits of an integer."""
     words = torch.arange(1 << 16, dtype=torch.int32)
     if name == "fp8":
         codes = torch.stack([words & 255, words >> 8], -1).to(torch.uint8).view(torch.float8_e4m3fn)
@@ -254,22 +257,15 @@ def _values_of_codes(matrix: Matrix, rows: slice) -> torch.Tensor:
     return table.index_select(0, words).view(torch.bfloat16).view(-1, matrix.shape[1]).float()
 
 
-def _combine(
-    values: torch.Tensor, matrix: Matrix, index: int, begin: int, use: Callable[[torch.Tensor, torch.Tensor], object]
-) -> torch.Tensor:
-    """Apply `use` to `values`, fp32 of the rows from `begin` on, and part `index` of their blocks. Return `values`."""
-    part, array = matrix.form.parts[index], matrix.arrays[index]
-    (count, columns), size = values.shape, part.rows or matrix.shape[0]
-    if size > 1:
-        rows = torch.arange(begin, begin + count, device=array.device) // size
-        array = array.index_select(0, rows)
-    else:
-        array = array[begin : begin + count]
-    array = array.float()
+def _of_blocks(matrix: Matrix, index: int, begin: int, count: int) -> torch.Tensor:
+    """Return part `index` of rows [begin, begin + count) as fp32 [count, blocks or columns, 1]."""
+    part, columns = matrix.form.parts[index], matrix.shape[1]
+    array = matrix.arrays[index]
+    rows = torch.arange(begin, begin + count, device=array.device) // (part.rows or matrix.shape[0])
+    array = array.index_select(0, rows).float()
     if part.columns is not None and columns % part.columns:
         array = array.repeat_interleave(part.columns, 1)[:, :columns]
-    use(values.view(count, array.shape[1], -1), array.unsqueeze(-1))
-    return values
+    return array.unsqueeze(-1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
