@@ -385,9 +385,8 @@ four() {
   step four_k2 160 "${four[@]}" --shape Kimi-K2 --layers 12
 }
 loading() {
-  step loading 250 python3 bench/gpu_loading.py --directory /tmp/loading --layers 4 --quantization fp8 int4-g128
-  step loading_host 250 python3 bench/gpu_loading.py --directory /tmp/loading --layers 4 --quantization fp8 int4-g128 \
-    --residency 0.25
+  step loading 300 python3 bench/gpu_loading.py --directory /tmp/loading --layers 4 --quantization fp8 int4-g128 \
+    --residency 1 0.25
 }
 # Experts without a slot, read by each rank alone and by all ranks for each other: equality, then tokens/s of both.
 links() {

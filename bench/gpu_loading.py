@@ -1,12 +1,12 @@
 """Loading speed of safetensors into a GPU, compared with the disk alone, for part of a published shape.
 
     python bench/gpu_loading.py --directory /tmp/loading [--shape Qwen3-30B-A3B] [--layers 6] [--device cuda]
-        [--quantization fp8 int4-g128] [--residency 0.25]
+        [--quantization fp8 int4-g128] [--residency 1 0.25]
 
 The script writes the files (random values, one file per layer) and drops them from the page cache. It reads them once
 with plain large reads and drops them again. Then it loads them as `moeyard serve` does, and once more with the files in
 memory. With `--quantization` it does the same with the checkpoint that `moeyard quantize --to` makes of these files.
-`--residency` is the share of experts in slots. The others are kept in host memory.
+`--residency` gives shares of experts in slots. The others are kept in host memory.
 """
 
 import argparse
@@ -15,7 +15,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -107,7 +109,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--quantization", nargs="*", default=[], help="forms as of `moeyard quantize --to`")
-    parser.add_argument("--residency", type=float, default=1.0, help="share of experts in slots (default: 1)")
+    parser.add_argument("--residency", type=float, nargs="+", default=[1.0], help="shares of experts in slots")
     args = parser.parse_args()
     begun = time.perf_counter()
     total = write(args.directory, args.shape, args.layers)
@@ -121,7 +123,7 @@ def main() -> int:
     return 0
 
 
-def report(directory: Path, device: str, residency: float) -> None:
+def report(directory: Path, device: str, residencies: Sequence[float]) -> None:
     """Measure one checkpoint and print its speeds."""
     total = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     drop(directory)
@@ -132,13 +134,14 @@ def report(directory: Path, device: str, residency: float) -> None:
         f"{total / warm * 1e-9:.2f} from memory",
         flush=True,
     )
-    for how in ("from the disk", "from memory"):
+    for residency, how in product(residencies, ("from the disk", "from memory")):
         if how == "from the disk":
             drop(directory)
         seconds, rate, loaded = load(directory, device, residency)
         files = "" if rate is None else f", of which the files gave {rate * 1e-9:.2f} GB/s"
         print(
-            f"loaded {how}: {loaded * 1e-9:.2f} GB in {seconds:.2f} s, {loaded / seconds * 1e-9:.2f} GB/s{files}",
+            f"loaded {how}, {residency:.0%} in slots: {loaded * 1e-9:.2f} GB in {seconds:.2f} s, "
+            f"{loaded / seconds * 1e-9:.2f} GB/s{files}",
             flush=True,
         )
 

@@ -261,8 +261,18 @@ def test_new_scales_that_tiles_of_int4_codes_cannot_hold_are_refused(wide: Path)
     ("layout", "code", "scale", "message"),
     [
         ("fp8-128-bf16", 0x7E, 127.5, None),
-        ("fp8-128-bf16", 0x7E, 128.0, "weight_scale_inv holds a scale that is no bfloat16 value below 128"),
-        ("fp8-128-ue8m0", 0x7E, 1.001, "weight_scale_inv holds a scale that is no bfloat16 value below 128"),
+        (
+            "fp8-128-bf16",
+            0x7E,
+            128.0,
+            "weight_scale_inv cannot be put in tiles: a scale of e4m3 codes is no bfloat16 value below 128",
+        ),
+        (
+            "fp8-128-ue8m0",
+            0x7E,
+            1.001,
+            "weight_scale_inv cannot be put in tiles: a scale of e4m3 codes is no bfloat16 value below 128",
+        ),
         ("fp8-128", 0xFE, 129.1, None),
     ],
 )

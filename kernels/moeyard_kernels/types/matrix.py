@@ -81,19 +81,24 @@ class Matrix:
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """Pack int32 codes of 4 bits [..., 8 n] into int32 words [..., n], the first code in the lowest bits."""
-    shifts = torch.tensor(NIBBLES, dtype=torch.int32, device=codes.device)
-    return (codes.unflatten(-1, (-1, 8)) << shifts).sum(-1, dtype=torch.int32)
+    return (codes.unflatten(-1, (-1, 8)) << _numbers(NIBBLES, codes.device)).sum(-1, dtype=torch.int32)
 
 
 def unpack_codes(words: torch.Tensor, shifts: tuple[int, ...] = NIBBLES) -> torch.Tensor:
     """Return the 8 codes of each int32 word [..., n] as int32 [..., 8 n]. Code i is at bit `shifts[i]`."""
-    return ((words.unsqueeze(-1) >> torch.tensor(shifts, dtype=torch.int32, device=words.device)) & 15).flatten(-2)
+    return ((words.unsqueeze(-1) >> _numbers(shifts, words.device)) & 15).flatten(-2)
+
+
+@cache
+def _numbers(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return int32 values on a device. The copy to a GPU waits, so it is made once."""
+    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def tile_(out: Matrix, matrix: Matrix) -> None:
     """Write a matrix of an untiled form into `out`, one matrix in the tiled form of the same codes and blocks.
 
-    Raises ValueError for scales or codes that the tiled form cannot hold.
+    No e4m3 code may be NaN. Raises ValueError for scales that the tiled form cannot hold.
     """
     assert out.form.tiled and not matrix.form.tiled and out.form.name == matrix.form.name  # noqa: PT018
     codes, narrow = matrix.data, _is_narrow(out.form)
@@ -101,8 +106,6 @@ def tile_(out: Matrix, matrix: Matrix) -> None:
         pairs = codes.view(torch.int16).unflatten(1, (-1, 2, TILE // 2))  # [N, tiles, slices, pairs of codes]
         words = pairs.transpose(2, 3).contiguous()
     elif matrix.form.name == "fp8":
-        if holds_nan(codes):
-            raise ValueError("an e4m3 code is NaN")
         words = _placed(codes.view(torch.uint8).unflatten(1, (-1, 2, TILE)), FP8_BITS)
     elif matrix.form.name == "fp4":
         nibbles = unpack_codes(codes).unflatten(1, (-1, 4, TILE))
@@ -110,17 +113,18 @@ def tile_(out: Matrix, matrix: Matrix) -> None:
         words = _placed(nibbles, FP4_BITS)
     else:
         nibbles = unpack_codes(codes).unflatten(1, (-1, 4, TILE))
-        words = (nibbles << torch.arange(0, 16, 4, dtype=torch.int32, device=codes.device)[:, None]).sum(2)
-        words = words.to(torch.int16)
+        places = _numbers((0, 4, 8, 12), codes.device)[:, None]
+        words = (nibbles << places).sum(2, dtype=torch.int32).to(torch.int16)
     out.data.copy_(words.view(matrix.shape[0], -1, TILE).transpose(0, 1).unsqueeze(1))
     for target, source in zip(out.arrays[1:], matrix.arrays[1:], strict=True):
         tiled = source.T.unsqueeze(1)
         if target.dtype == torch.uint8 and tiled.is_floating_point():
             tiled = _exponents(tiled)
         elif narrow:
-            if not fit_bf16_tiles(tiled):
-                raise ValueError(f"a scale of e4m3 codes in tiles is no bf16 value below {E4M3_SCALES_END:.0f}")
-            tiled = tiled.bfloat16()
+            rounded = tiled.bfloat16()
+            if not bool(((rounded == tiled) & (tiled.abs() < E4M3_SCALES_END)).all()):
+                raise ValueError(f"a scale of e4m3 codes is no bfloat16 value below {E4M3_SCALES_END:.0f}")
+            tiled = rounded
         if tiled.shape[2] == 1 and out.form.parts[1].rows == 1:
             tiled = tiled.expand(target.shape)  # one scale for all rows
         assert (target.shape, target.dtype) == (tiled.shape, tiled.dtype), f"{matrix.form} does not fit {out.form}"
@@ -154,8 +158,8 @@ def untile(matrix: Matrix) -> Matrix:
 
 
 def holds_nan(codes: torch.Tensor) -> bool:
-    """Return whether an e4m3 code is NaN: the largest byte, signed or unsigned. Two reductions need no copy."""
-    return int(codes.view(torch.int8).max()) == 0x7F or int(codes.view(torch.uint8).max()) == 0xFF
+    """Return whether an e4m3 code is NaN: all bits behind its sign are 1."""
+    return int((codes.view(torch.uint8) & 0x7F).max()) == 0x7F
 
 
 def _is_narrow(form: WeightForm) -> bool:
@@ -171,14 +175,22 @@ def _runs(places: tuple[int, ...]) -> list[tuple[int, int]]:
     return [(mask, shift) for shift, mask in found.items()]
 
 
+@cache
+def _table_of_places(bits: tuple[tuple[int, ...], ...], device: torch.device) -> torch.Tensor:
+    """Return int32 [slices * codes of a slice]: each code with its bits at their places."""
+    tables = []
+    for places in bits:
+        codes = torch.arange(1 << len(places), dtype=torch.int32)
+        tables.append(sum(((codes & mask) << shift for mask, shift in _runs(places)), torch.zeros_like(codes)))
+    return torch.cat(tables).to(device)
+
+
 def _placed(codes: torch.Tensor, bits: tuple[tuple[int, ...], ...]) -> torch.Tensor:
     """Return int16 words [..., 32] of codes [..., slices, 32]."""
-    words = torch.zeros_like(codes[..., 0, :], dtype=torch.int32)
-    for n, places in enumerate(bits):
-        code = codes[..., n, :].to(torch.int32)
-        for mask, shift in _runs(places):
-            words |= (code & mask) << shift
-    return words.to(torch.int16)
+    table = _table_of_places(bits, codes.device)
+    size = len(table) // len(bits)
+    index = codes.to(torch.int32) + _numbers(tuple(range(0, len(table), size)), codes.device)[:, None]
+    return table.index_select(0, index.flatten()).view_as(index).sum(-2, dtype=torch.int32).to(torch.int16)
 
 
 def _taken(words: torch.Tensor, bits: tuple[tuple[int, ...], ...]) -> torch.Tensor:
@@ -194,17 +206,12 @@ def _swapped(nibbles: torch.Tensor) -> torch.Tensor:
     return own & 8 | own.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) & 7
 
 
-def fit_bf16_tiles(scales: torch.Tensor) -> bool:
-    """Return whether tiles of e4m3 codes with bf16 scales can hold these scales."""
-    return bool(((scales.bfloat16() == scales) & (scales.abs() < E4M3_SCALES_END)).all())
-
-
 def _exponents(scales: torch.Tensor) -> torch.Tensor:
     """Return the exponents of powers of two as bytes. Raises ValueError for scales that `E2M1_EXPONENTS` excludes."""
     mantissa, exponent = torch.frexp(scales)
     first, last = E2M1_EXPONENTS
     if not bool(((mantissa == 0.5) & (exponent > first) & (exponent <= last + 1)).all()):
-        raise ValueError(f"a scale of e2m1 codes in tiles is no power of two from 2^{first} to 2^{last}")
+        raise ValueError(f"a scale of e2m1 codes is no power of two from 2^{first} to 2^{last}")
     return (exponent + 126).to(torch.uint8)
 
 

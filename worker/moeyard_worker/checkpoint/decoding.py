@@ -11,12 +11,9 @@ from typing import Protocol
 import torch
 
 from moeyard_kernels.types.matrix import (
-    E2M1_EXPONENTS,
-    E4M3_SCALES_END,
     NIBBLES,
     Matrix,
     dequantize,
-    fit_bf16_tiles,
     holds_nan,
     pack_codes,
     tile_,
@@ -77,12 +74,8 @@ def _fill(out: Matrix, part: Part, scheme: Scheme, read: Read) -> None:
     match scheme:
         case Fp8Scheme():
             found = _fp8(part, scheme, read, device)
-            if out.form.tiled and out.scales.dtype == torch.bfloat16:
-                _check_bf16(scheme.marker(part.key), found.scales)
         case Fp4Scheme():
             found = _fp4(part, scheme, read, device)
-            if out.form.tiled:
-                _check_exponents(scheme.marker(part.key), found.scales)
         case PackedInt4Scheme():
             narrow = out.form.tiled and out.scales.dtype == torch.bfloat16
             found = _packed_int4(part, scheme, read, device, scales="bfloat16" if narrow else "float32")
@@ -105,11 +98,6 @@ def _fill(out: Matrix, part: Part, scheme: Scheme, read: Read) -> None:
             if part.regroup is not None:
                 out.data.copy_(_regroup(out.data, part))
             return
-    store(out, found, part)
-
-
-def store(out: Matrix, found: Matrix, part: Part) -> None:
-    """Write a matrix of codes into `out`, in tiles or as values with the rows in the order of `part`."""
     if not out.form.tiled:
         out.data.copy_(_regroup(dequantize(found), part))
         return
@@ -117,7 +105,8 @@ def store(out: Matrix, found: Matrix, part: Part) -> None:
     try:
         tile_(out, found)
     except ValueError as error:
-        raise TensorError(part.key, f"cannot be tiled: {error}{_ADVICE}") from error
+        key = scheme.marker(part.key) if isinstance(scheme, Fp8Scheme | Fp4Scheme) else part.key
+        raise TensorError(key, f"cannot be put in tiles: {error}{_ADVICE}") from error
 
 
 def _regroup(rows: torch.Tensor, part: Part) -> torch.Tensor:
@@ -168,11 +157,11 @@ def _packed_int4(part: Part, scheme: PackedInt4Scheme, read: Read, device: torch
     if shape.tolist() != [rows, columns]:
         raise TensorError(f"{at}.weight_shape", f"is {shape.tolist()}, but config.json calls for {[rows, columns]}")
     read(f"{at}.weight_packed", matrix.data)
-    stored = torch.empty(matrix.scales.shape, device=device)
+    stored = matrix.scales if scales == "float32" else torch.empty(matrix.scales.shape, device=device)
     read(f"{at}.weight_scale", stored)
     _check_scales(f"{at}.weight_scale", stored)
     matrix.scales.copy_(stored)
-    if not torch.equal(matrix.scales.float(), stored):
+    if stored is not matrix.scales and not torch.equal(matrix.scales.float(), stored):
         raise TensorError(f"{at}.weight_scale", f"holds a scale that is no bfloat16 value{_ADVICE}")
     if scheme.zeros:
         zeros = torch.empty(-(-rows // 8), matrix.scales.shape[1], dtype=torch.int32, device=device)
@@ -228,19 +217,8 @@ def _zeros_and_scales(
     return unpack_codes(words, shifts).float(), scales
 
 
-def _check_exponents(key: str, scales: torch.Tensor) -> None:
-    """Raise TensorError for scales that tiles of e2m1 codes cannot hold."""
-    if bool((scales > 2.0 ** E2M1_EXPONENTS[1]).any()):
-        raise TensorError(key, f"holds a scale above 2{_ADVICE}")
-
-
-def _check_bf16(key: str, scales: torch.Tensor) -> None:
-    """Raise TensorError for scales that tiles of e4m3 codes with bf16 scales cannot hold."""
-    if not fit_bf16_tiles(scales):
-        raise TensorError(key, f"holds a scale that is no bfloat16 value below {E4M3_SCALES_END:.0f}{_ADVICE}")
-
-
 def _check_scales(key: str, scales: torch.Tensor) -> None:
     # An exponent byte of 0 means 2^-127. Trained weights have no such scale, but files with holes do.
-    if not bool((scales.isfinite() & (scales.abs() >= torch.finfo(torch.float32).tiny)).all()):
+    least, most = torch.aminmax(scales.abs())  # NaN if any value is
+    if not bool((least >= torch.finfo(torch.float32).tiny) & (most <= torch.finfo(torch.float32).max)):
         raise TensorError(key, "holds a scale that is 0 or not finite; the file is damaged or not complete")
