@@ -1,7 +1,7 @@
 """Random accesses and experts for tests of caches and their policies."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from hypothesis import strategies as st
@@ -59,6 +59,9 @@ class RandomExperts:
             key: tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
             for key in itertools.product(layers, experts)
         }
+
+    def expect(self, experts: Iterable[tuple[int, int]]) -> None:
+        pass
 
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         self.reads.append((layer, expert))

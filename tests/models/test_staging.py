@@ -5,6 +5,7 @@ A fake GPU delays each copy until a later event is awaited, as late as a GPU may
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -28,14 +29,16 @@ class LateGpu:
     def __init__(self) -> None:
         self._launched: list[Callable[[], object]] = []
         self._done = 0
+        self._lock = Lock()
 
     def launch_copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self._launched.append(lambda: target.copy_(source))
 
     def run(self, until: int) -> None:
-        for copy in self._launched[self._done : until]:
-            copy()
-        self._done = max(self._done, until)
+        with self._lock:
+            for copy in self._launched[self._done : until]:
+                copy()
+            self._done = max(self._done, until)
 
     def finish(self) -> None:
         self.run(len(self._launched))
@@ -101,9 +104,10 @@ def test_dense_values(tmp_path: Path, gpu: LateGpu, dtype: torch.dtype, served: 
     assert loader.read_rate is not None
 
 
+@pytest.mark.parametrize("announced", [False, True])
 @pytest.mark.parametrize("fused", [False, True], ids=["per_expert", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_expert_values(tmp_path: Path, gpu: LateGpu, fused: bool, dtype: torch.dtype) -> None:
+def test_expert_values(tmp_path: Path, gpu: LateGpu, fused: bool, dtype: torch.dtype, announced: bool) -> None:
     plain = make_checkpoint(tmp_path / "plain", "qwen3_moe", dtype=dtype)
     stored = load_file(plain / "model.safetensors")
     directory = make_checkpoint(tmp_path / "fused", "qwen3_moe", dtype=dtype, fused_experts=True) if fused else plain
@@ -115,15 +119,38 @@ def test_expert_values(tmp_path: Path, gpu: LateGpu, fused: bool, dtype: torch.d
     config = checkpoint.spec.config
     form = config.expert_form("float32")
     kept = {}
-    for layer in config.moe_layers:
-        for expert in range(config.num_experts):
-            out = kept[layer, expert] = blob_views(form, torch.full((form.blob_bytes,), 255, dtype=torch.uint8))
-            weights.fill(layer, expert, out)
+    experts = [(layer, expert) for layer in config.moe_layers for expert in range(config.num_experts)]
+    if announced:
+        weights.expect(key for key in experts if key != experts[2])
+    for key in experts:
+        out = kept[key] = blob_views(form, torch.full((form.blob_bytes,), 255, dtype=torch.uint8))
+        weights.fill(*key, out)
     gpu.finish()
     for (layer, expert), out in kept.items():
         for name, matrix in (("gate", out.gate), ("up", out.up), ("down", out.down)):
             wanted = stored[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"]
             assert torch.equal(matrix.data, wanted.float())
+
+
+def test_experts_are_read_before_they_are_filled(tmp_path: Path, gpu: LateGpu) -> None:
+    """A file that changes before an expert is read is an error of that expert."""
+    checkpoint = opened(make_checkpoint(tmp_path, "qwen3_moe"))
+    weights = CheckpointWeights(
+        checkpoint, backend=Plain(page_size=16), dtype=torch.float32, pinned=pinned_buffers(gpu, 1000)
+    )
+    config = checkpoint.spec.config
+    form, experts = config.expert_form("float32"), [(layer, e) for layer in config.moe_layers for e in range(4)]
+    views = blob_views(form, torch.empty(form.blob_bytes, dtype=torch.uint8))
+    weights.expect(experts)
+    assert weights._ahead is not None
+    for group in weights._ahead._next:
+        group.read.result()
+    assert weights._reader.read_bytes == 4 * form.blob_bytes
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for key in experts[:4]:
+        weights.fill(*key, views)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: now has 0 bytes instead of"):
+        weights.fill(*experts[4], views)
 
 
 def test_pieces_cover_part_of_a_tensor(tmp_path: Path, gpu: LateGpu) -> None:

@@ -106,6 +106,8 @@ class CudaResidency:
         self._turn = 0
         # The prefetched layer, and the slots of its experts in each half that holds some, in turn.
         self._ahead: tuple[int, list[dict[int, int]]] = (-1, [])
+        # The layer of the last `put`, and where its experts are.
+        self._putting: tuple[int, list[tuple[int, int]]] = (-1, [])
         # Two events for each half: recorded after its last reader is launched, and after its copies are.
         self._free, self._ready = ([self._side.event() for _ in range(2)] for _ in range(2))
         self._prompt_hits = [0, 0]
@@ -116,33 +118,36 @@ class CudaResidency:
     def put(self, layer: int, expert: int, fill: Fill) -> None:
         """Store one expert in host memory, or in its slot if host memory holds no copy of it. Copies may still run on
         return, until `start` has returned."""
-        place = self._place(layer, expert)
+        if self._putting[0] != layer:
+            # Experts stay where they are until `start`, and the host waits for the device once per layer.
+            self._putting = layer, self._layer_places(layer)
+            # The slots that stream are free now, but copies for the last prompt may still run.
+            self._copier.join()
+        place, slot = self._putting[1][expert]
         if place < 0:
-            self._slots.write(int(self._state.slot_of[layer, expert]), fill)
+            self._slots.write(slot, fill)
             return
-        # The device decodes codes and puts them in tiles, because a CPU takes a hundred times as long. The slots that
-        # stream are free until `start`, but copies for the last prompt may still run.
+        # The device decodes codes and puts them in tiles, because a CPU takes a hundred times as long.
         slot = self._num_slots
-        self._copier.join()
         self._slots.write(slot, fill)
         for target, source in zip(self._host.regions(place), self._slots.contents(slot), strict=True):
             target.copy_(source, non_blocking=True)
 
     def stored(self, layer: int, expert: int) -> torch.Tensor:
         """Return the bytes of an expert."""
-        place = self._place(layer, expert)
-        if place < 0:
-            return torch.cat(self._slots.contents(int(self._state.slot_of[layer, expert])))
-        return self._host.blobs[place]
+        place, slot = self._layer_places(layer)[expert]
+        return self._host.blobs[place] if place >= 0 else torch.cat(self._slots.contents(slot))
 
-    def _place(self, layer: int, expert: int) -> int:
-        """Return an expert's row of host memory, or -1. Waits for the device."""
-        places = self._state.place_of
-        return layer * self._num_experts + expert if places is None else int(places[layer, expert])
+    def _layer_places(self, layer: int) -> list[tuple[int, int]]:
+        """Return for each expert its row of host memory, or -1, and its slot, or -1. Waits for the device."""
+        slots, places = self._state.slot_of[layer].tolist(), self._state.place_of
+        first = layer * self._num_experts
+        rows = range(first, first + self._num_experts) if places is None else places[layer].tolist()
+        return list(zip(rows, slots, strict=True))
 
     def start(self) -> int:
         """Fill the slots by the policy once all experts are stored, also again; return the bytes of the slots."""
-        self._ahead = (-1, [])
+        self._ahead, self._putting = (-1, []), (-1, [])
         if self._state.place_of is None:
             for slot, key in enumerate(self._state.keys.tolist()):
                 self._copy(key, slot)

@@ -9,7 +9,7 @@ agree.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from zlib import crc32
 
@@ -82,6 +82,9 @@ class DummyWeights:
         generator = torch.Generator(device).manual_seed(crc32(key.encode()))
         order = torch.rand(shape[0], self._spec.config.num_experts, generator=generator, device=device).argsort(1)
         return order[:, : shape[1]].to(torch.int32)
+
+    def expect(self, experts: Iterable[tuple[int, int]]) -> None:
+        """Do nothing: there are no files."""
 
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         """Write an expert into `out`."""

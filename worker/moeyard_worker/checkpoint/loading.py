@@ -3,7 +3,8 @@
 Peak memory is that of the loaded weights, one more parameter and one block.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,10 @@ from moeyard_worker.checkpoint.decoding import Read, fill
 from moeyard_worker.checkpoint.dummy import DummyWeights
 from moeyard_worker.checkpoint.formats.plain import PlainScheme
 from moeyard_worker.checkpoint.ggml_blocks import BLOCK_TYPES
+from moeyard_worker.checkpoint.read_ahead import ReadAhead
 from moeyard_worker.checkpoint.reading import PinnedBuffers, Reader
 from moeyard_worker.config.checkpoint_error import CheckpointError
-from moeyard_worker.layers.weights import Weight
+from moeyard_worker.layers.weights import Part, Weight
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.spec import ModelSpec
 
@@ -105,7 +107,8 @@ class CheckpointWeights:
     ) -> None:
         self._spec, self._decoder = checkpoint.spec, decoder or backend.device
         self._backend, self._dtype = backend, str(dtype).removeprefix("torch.")
-        self._reader = Reader(checkpoint.index.entries, pinned, refuses_nan=refuses_nan)
+        self._reader, self._pinned = Reader(checkpoint.index.entries, pinned, refuses_nan=refuses_nan), pinned
+        self._ahead: ReadAhead | None = None
         self._read = partial(self._reader.copy, progress=progress) if read is None else read
         self._read_expert = self._reader.copy if read is None else read
         # Errors name the files that values come from.
@@ -149,14 +152,41 @@ class CheckpointWeights:
             at = f"{self._entries[key].file}: " if key in self._entries else ""
             raise CheckpointError(f"{at}{key} names experts {low} to {high}, of {count}")
 
+    def expect(self, experts: Iterable[tuple[int, int]]) -> None:
+        """Announce the next calls of `fill`, (layer, expert) in order. Those for a GPU are read ahead."""
+        if self._pinned is not None:
+            groups = ((each, self._keys(self._parts(*each))) for each in experts)
+            self._ahead = ReadAhead(self._reader, groups, self._pinned)
+
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         """Write an expert into `out`. Raises CheckpointError if a file has changed since it was checked."""
+        with self._stored(layer, expert) as stored:
+            read = partial(self._copy_expert, stored) if stored else self._read_expert
+            for part, target in zip(self._parts(layer, expert), (out.gate, out.up, out.down), strict=True):
+                fill(target, part, self._spec.scheme(part), read, self._entries)
+
+    def _stored(self, layer: int, expert: int) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
+        """Return the tensors of an expert that were read ahead."""
+        ahead = self._ahead
+        return ahead.use() if ahead is not None and ahead.begins_with((layer, expert)) else nullcontext({})
+
+    def _parts(self, layer: int, expert: int) -> tuple[Part, Part, Part]:
         names = self._spec.layers[layer].experts
         assert names is not None, f"layer {layer} has no experts"
         assert 0 <= expert < self._spec.config.num_experts, expert
-        parts = self._spec.expert_parts(names, expert)
-        for part, target in zip(parts, (out.gate, out.up, out.down), strict=True):
-            fill(target, part, self._spec.scheme(part), self._read_expert, self._entries)
+        return self._spec.expert_parts(names, expert)
+
+    def _keys(self, parts: Sequence[Part]) -> Sequence[str]:
+        """Return the tensors of these parts, if each part is a tensor of its own and no GGUF blocks."""
+        found = [] if any(part.whole for part in parts) else list(self._spec.stored(parts))
+        return [key for key in found if self._entries[key].dtype not in BLOCK_TYPES]
+
+    def _copy_expert(self, stored: Mapping[str, torch.Tensor], key: str, out: torch.Tensor, begin: int = 0) -> None:
+        if key in stored:
+            assert begin == 0, "a whole tensor is read ahead"
+            self._reader.launch(key, stored[key], out)
+        else:
+            self._read_expert(key, out, begin)
 
     def read_experts(self, experts: Iterable[tuple[int, int]]) -> None:
         """Read these experts, (layer, expert), to find faults, and keep nothing. Raises CheckpointError."""

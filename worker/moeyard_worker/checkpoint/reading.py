@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
@@ -46,10 +47,11 @@ class CopyEvent(Protocol):
 
 
 class PinnedBuffers:
-    """Two host buffers that are used in turn for copies to a GPU."""
+    """Two host buffers that are used in turn for copies to a GPU. `allocate` and `event` make more of their parts."""
 
     def __init__(self, *, event: Callable[[], CopyEvent], pin_memory: bool, num_bytes: int = _PINNED_BYTES) -> None:
-        self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin_memory) for _ in range(2)]
+        self.event, self.allocate = event, partial(torch.empty, dtype=torch.uint8, pin_memory=pin_memory)
+        self._buffers = [self.allocate(num_bytes) for _ in range(2)]
         self._events = [event() for _ in range(2)]
         self._current = 0
 
@@ -65,11 +67,11 @@ class PinnedBuffers:
 
 
 class Reader:
-    """Copies stored tensors. `read_bytes` and `read_seconds` give the rate of the files so far.
+    """Copies stored tensors. `read_bytes` were read in `read_seconds`, in which at least one thread was reading.
 
     A file stays open after its first read, so replacing it by renaming does not change what is read. Several threads
-    may read at once if there is no `pinned`, which a GPU needs. While `refuses_nan`, NaN and infinity in copied
-    tensors are errors.
+    may `read` at once, and also `copy` if there is no `pinned`, which a GPU needs. While `refuses_nan`, NaN and
+    infinity in copied tensors are errors.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Reader:
     ) -> None:
         self._entries, self._pinned, self.refuses_nan = entries, pinned, refuses_nan
         self.read_seconds, self.read_bytes = 0.0, 0
+        self._lock, self._num_reading, self._begun = threading.Lock(), 0, 0.0
         self._files: dict[Path, int] = {}
         # One block per thread is reused: a block per tensor would fragment the memory between the parameters.
         self._scratch = threading.local()
@@ -115,10 +118,31 @@ class Reader:
             self._read(fd, key, (begin + done) * stored.itemsize, block)
             if not in_place:
                 launch_copy(out[done : done + len(block)], block)
-            if self.refuses_nan and not all_finite(out[done : done + len(block)]):
-                raise CheckpointError(f"{self._entries[key].file}: {key} holds values that are not finite")
+            self._check_finite(key, out[done : done + len(block)])
             done += len(block)
             yield block.nbytes
+
+    def _check_finite(self, key: str, values: torch.Tensor) -> None:
+        if self.refuses_nan and not all_finite(values):
+            raise CheckpointError(f"{self._entries[key].file}: {key} holds values that are not finite")
+
+    def size(self, key: str) -> int:
+        """Return the stored bytes of a tensor."""
+        return self._entries[key].num_bytes
+
+    def read(self, key: str, out: torch.Tensor) -> None:
+        """Fill `out`, uint8 in host memory, with the bytes of tensor `key`. Raises CheckpointError as `copy`."""
+        entry = self._entries[key]
+        fd = self._open(entry)
+        check_unchanged(entry.file, fd, entry.stamp)
+        self._read(fd, key, 0, out)
+        check_unchanged(entry.file, fd, entry.stamp)
+
+    def launch(self, key: str, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy the bytes of a tensor, as `read` gives them, as `copy` does. The copy may still run on return."""
+        out = out.view(-1)
+        launch_copy(out, stored.view(DTYPES[self._entries[key].dtype]))
+        self._check_finite(key, out)
 
     def _dequantise(self, fd: int, key: str, out: torch.Tensor, begin: int, kind: BlockType) -> Iterator[int]:
         """Write the bfloat16 of a tensor of quantised blocks. Yield the bytes of each read.
@@ -137,10 +161,18 @@ class Reader:
             yield stored.nbytes
 
     def _read(self, fd: int, key: str, offset: int, out: torch.Tensor) -> None:
-        started = time.perf_counter()
-        read_exactly(fd, self._entries[key], key, offset, out)
-        self.read_seconds += time.perf_counter() - started
-        self.read_bytes += out.nbytes
+        with self._lock:
+            self._num_reading += 1
+            if self._num_reading == 1:
+                self._begun = time.perf_counter()
+        try:
+            read_exactly(fd, self._entries[key], key, offset, out)
+        finally:
+            with self._lock:
+                self._num_reading -= 1
+                self.read_bytes += out.nbytes
+                if not self._num_reading:
+                    self.read_seconds += time.perf_counter() - self._begun
 
     def _block(self) -> torch.Tensor:
         if self._pinned is not None:
@@ -151,12 +183,13 @@ class Reader:
         return block
 
     def _open(self, entry: TensorEntry) -> int:
-        fd = self._files.get(entry.file)
-        if fd is None:
-            with open_checked(entry) as file:
-                fd = self._files[entry.file] = os.dup(file.fileno())
-            weakref.finalize(self, os.close, fd)
-        return fd
+        with self._lock:
+            fd = self._files.get(entry.file)
+            if fd is None:
+                with open_checked(entry) as file:
+                    fd = self._files[entry.file] = os.dup(file.fileno())
+                weakref.finalize(self, os.close, fd)
+            return fd
 
 
 def on_host(tensor: torch.Tensor) -> bool:

@@ -6,7 +6,7 @@ the policy in each layer. Both make the same decisions.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +31,10 @@ _LOOK_SECONDS = 0.2  # between two reads of a device's counters
 
 class ExpertSource(Protocol):
     """The weights of experts, read on demand."""
+
+    def expect(self, experts: Iterable[ExpertKey]) -> None:
+        """Announce the next calls of `fill`, (layer, global id) in order, so that their files may be read ahead."""
+        ...
 
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         """Write global expert `expert` of layer `layer` into `out`. May be called in any thread.
@@ -201,6 +205,7 @@ class ExpertCache:
         if self._loaded:
             return
         done = progress or (lambda written: None)
+        self._source.expect(self._residents() if self._residency is None else self.owned_keys())
         if self._residency is None:
             for slot, (layer, expert) in enumerate(self._policy.resident):
                 self._fill(slot, layer, self._owned[self._index[layer]][expert])
