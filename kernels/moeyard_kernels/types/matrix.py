@@ -1,6 +1,6 @@
 """Weight matrices, the right side of products, and typed views of the bytes of experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -101,21 +101,9 @@ def tile_(out: Matrix, matrix: Matrix) -> None:
     No e4m3 code may be NaN. Raises ValueError for scales that the tiled form cannot hold.
     """
     assert out.form.tiled and not matrix.form.tiled and out.form.name == matrix.form.name  # noqa: PT018
-    codes, narrow = matrix.data, _is_narrow(out.form)
-    if matrix.form.name == "fp8" and not narrow:
-        pairs = codes.view(torch.int16).unflatten(1, (-1, 2, TILE // 2))  # [N, tiles, slices, pairs of codes]
-        words = pairs.transpose(2, 3).contiguous()
-    elif matrix.form.name == "fp8":
-        words = _placed(codes.view(torch.uint8).unflatten(1, (-1, 2, TILE)), FP8_BITS)
-    elif matrix.form.name == "fp4":
-        nibbles = unpack_codes(codes).unflatten(1, (-1, 4, TILE))
-        nibbles[:, :, SWAPPED : SWAPPED + 1] = _swapped(nibbles)
-        words = _placed(nibbles, FP4_BITS)
-    else:
-        nibbles = unpack_codes(codes).unflatten(1, (-1, 4, TILE))
-        places = _numbers((0, 4, 8, 12), codes.device)[:, None]
-        words = (nibbles << places).sum(2, dtype=torch.int32).to(torch.int16)
-    out.data.copy_(words.view(matrix.shape[0], -1, TILE).transpose(0, 1).unsqueeze(1))
+    narrow = _is_narrow(out.form)
+    for rows in _row_blocks(matrix):
+        out.data[:, 0, rows].copy_(_tiled_words(matrix.data[rows], matrix.form.name, narrow=narrow).transpose(0, 1))
     for target, source in zip(out.arrays[1:], matrix.arrays[1:], strict=True):
         tiled = source.T.unsqueeze(1)
         if target.dtype == torch.uint8 and tiled.is_floating_point():
@@ -129,6 +117,28 @@ def tile_(out: Matrix, matrix: Matrix) -> None:
             tiled = tiled.expand(target.shape)  # one scale for all rows
         assert (target.shape, target.dtype) == (tiled.shape, tiled.dtype), f"{matrix.form} does not fit {out.form}"
         target.copy_(tiled)
+
+
+def _row_blocks(matrix: Matrix) -> Iterator[slice]:
+    """Yield the rows whose values are made at once."""
+    step = max(1, (_VALUES_OF_GPU if matrix.data.is_cuda else _VALUES_OF_CPU) // matrix.shape[1])
+    for begin in range(0, matrix.shape[0], step):
+        yield slice(begin, min(begin + step, matrix.shape[0]))
+
+
+def _tiled_words(codes: torch.Tensor, name: str, *, narrow: bool) -> torch.Tensor:
+    """Return int16 words [N, tiles, 32] of the codes of N rows."""
+    if name == "fp8" and not narrow:
+        pairs = codes.view(torch.int16).unflatten(1, (-1, 2, TILE // 2))  # [N, tiles, slices, pairs of codes]
+        return pairs.transpose(2, 3).reshape(len(codes), -1, TILE)
+    if name == "fp8":
+        return _placed(codes.view(torch.uint8).unflatten(1, (-1, 2, TILE)), FP8_BITS)
+    nibbles = unpack_codes(codes).unflatten(1, (-1, 4, TILE))
+    if name == "fp4":
+        nibbles[:, :, SWAPPED : SWAPPED + 1] = _swapped(nibbles)
+        return _placed(nibbles, FP4_BITS)
+    places = _numbers((0, 4, 8, 12), codes.device)[:, None]
+    return (nibbles << places).sum(2, dtype=torch.int32).to(torch.int16)
 
 
 def untile(matrix: Matrix) -> Matrix:
@@ -230,15 +240,14 @@ def dequantize(matrix: Matrix) -> torch.Tensor:
             return torch.cat([dequantize(Matrix(matrix.form, shape, arrays)) for arrays in parts])
         matrix = untile(matrix)
     out = torch.empty(matrix.shape, dtype=torch.bfloat16, device=matrix.data.device)
-    step = max(1, (_VALUES_OF_GPU if out.is_cuda else _VALUES_OF_CPU) // matrix.shape[1])
-    for begin in range(0, matrix.shape[0], step):
-        values = _values_of_codes(matrix, slice(begin, begin + step))
+    for rows in _row_blocks(matrix):
+        values = _values_of_codes(matrix, rows)
         if len(matrix.arrays) == 3:
-            zeros = _of_blocks(matrix, 2, begin, len(values))
+            zeros = _of_blocks(matrix, 2, rows.start, len(values))
             values.view(*zeros.shape[:2], -1).sub_(zeros)
-        scales = _of_blocks(matrix, 1, begin, len(values))
+        scales = _of_blocks(matrix, 1, rows.start, len(values))
         values.view(*scales.shape[:2], -1).mul_(scales)
-        out[begin : begin + step] = values
+        out[rows] = values
     return out
 
 
