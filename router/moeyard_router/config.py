@@ -65,14 +65,14 @@ class Setting:
 class RoutedShape:
     """The form of a token's routed experts: MoE layers, experts per layer, bytes of an id (1 or 2).
 
-    places: the place of each MoE layer among the `num_layers` layers of the model. Empty: all layers are MoE layers.
+    places: the place of each MoE layer among the `num_layers` layers of the model.
     """
 
     layers: int
     top_k: int
     id_bytes: int
-    places: tuple[int, ...] = ()
-    num_layers: int = 0
+    places: tuple[int, ...]
+    num_layers: int
 
     @property
     def row_bytes(self) -> int:

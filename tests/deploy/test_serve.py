@@ -540,7 +540,8 @@ def test_serves_random_weights_and_sigterm_ends_streams(command: Callable[..., C
     assert choice["token_ids"] == answer["choices"][0]["token_ids"]
     assert choice["routed_experts"] == answer["choices"][0]["routed_experts"]
     experts = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
-    assert (experts.shape, experts.dtype) == ((6, 1, 4), np.uint8)
+    assert (experts.shape, experts.dtype) == ((6, 2, 4), np.uint8)
+    assert not experts[:, 0].any(), "the first layer is dense"
     assert post(f"{served.url}/v1/completions", json={"prompt": "text"}).status_code == 400
     with stream_of(served, prompt=[1], max_tokens=300, ignore_eos=True, model="moeyard-demo") as lines:
         next(lines)

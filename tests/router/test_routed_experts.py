@@ -10,11 +10,13 @@ import pytest
 from tests.router import scripted_worker
 from tests.router.scripted_worker import scripted_experts
 
-from moeyard_router.api.replies import npy_header
+from moeyard_router.api.replies import npy_header, routed_bytes
 from moeyard_router.config import RoutedShape
 from moeyard_worker.protocol import PromptExperts, Tokens
 
-SHAPE = RoutedShape(layers=3, top_k=2, id_bytes=1)
+# The model has a dense layer, the second of 4.
+PLACES = [0, 2, 3]
+SHAPE = RoutedShape(layers=3, top_k=2, id_bytes=1, places=tuple(PLACES), num_layers=4)
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 IDS = [5, 6, 7, 8, 9, 10, 11]
 HELLO = [{"role": "user", "content": "Hello world"}]
@@ -37,11 +39,12 @@ def array(text: str) -> np.ndarray:
 
 
 def check(text: str, *, num_tokens: int, start: int = 0) -> None:
-    """Compare with the worker's script for positions from `start` to the last but one."""
+    """Compare with the worker's script for positions from `start` to the last but one. Dense layers have zeros."""
     expected = b"".join(map(scripted_experts, range(start, num_tokens - 1)))
     found = array(text)
-    assert (found.dtype, found.shape) == (np.uint8, (num_tokens - 1 - start, 3, 2))
-    assert found.tobytes() == expected
+    assert (found.dtype, found.shape) == (np.uint8, (num_tokens - 1 - start, 4, 2))
+    assert found[:, PLACES].tobytes() == expected
+    assert not found[:, 1].any()
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS, CHAT])
@@ -81,7 +84,7 @@ def test_prompt_alone(service):
     (choice,) = service.post(COMPLETIONS, prompt=IDS, max_tokens=0).json()["choices"]
     check(choice["routed_experts"], num_tokens=len(IDS))
     (choice,) = service.post(COMPLETIONS, prompt=IDS[:1], max_tokens=0).json()["choices"]
-    assert array(choice["routed_experts"]).shape == (0, 3, 2)
+    assert array(choice["routed_experts"]).shape == (0, 4, 2)
 
 
 def test_they_are_not_sent_if_they_are_not_wanted(service):
@@ -139,7 +142,7 @@ def test_a_worker_that_omits_some_is_an_error(service, fault, monkeypatch):
 
 def test_large_routing_is_sent_in_pieces(start, wait_for):
     """Two megabytes of experts: encoded in a thread, whole and streamed."""
-    shape = RoutedShape(layers=60, top_k=8, id_bytes=2)
+    shape = RoutedShape(layers=60, top_k=8, id_bytes=2, places=tuple(range(60)), num_layers=60)
     service = start(1, routing=shape, max_model_len=4096)
     worker = service.workers[0]
     worker.script = lambda submit: [7] * submit.sampling.max_tokens
@@ -155,11 +158,23 @@ def test_large_routing_is_sent_in_pieces(start, wait_for):
     assert last["choices"][0]["routed_experts"] == choice["routed_experts"]
 
 
+@pytest.mark.parametrize(("id_bytes", "wider", "dtype"), [(1, 1, "u1"), (2, 2, "<u2"), (1, 4, "<i4"), (2, 4, "<i4")])
+@pytest.mark.parametrize("places", [(0, 1, 2), (1, 3, 4)])
+def test_layers_without_experts_have_zeros(id_bytes, wider, dtype, places):
+    """Ids of two bytes of which both count."""
+    ids = np.arange(5 * 3 * 2).reshape(5, 3, 2) * (300 if id_bytes == 2 else 8)
+    shape = RoutedShape(layers=3, top_k=2, id_bytes=id_bytes, places=places, num_layers=places[-1] + 1)
+    found = routed_bytes(shape, ids.astype(f"<u{id_bytes}").tobytes(), id_bytes=wider)
+    expected = np.zeros((5, places[-1] + 1, 2), dtype)
+    expected[:, places] = ids
+    assert bytes(found) == expected.tobytes()
+
+
 @pytest.mark.parametrize("rows", [0, 1, 9, 10, 12345])
 @pytest.mark.parametrize(("id_bytes", "dtype"), [(1, np.uint8), (2, np.uint16)])
 def test_npy_is_numpys_format(rows, id_bytes, dtype):
     rng = np.random.default_rng(rows)
-    experts = rng.integers(0, 200, (rows, 3, 2)).astype(dtype)
+    experts = rng.integers(0, 200, (rows, 4, 2)).astype(dtype)
     header = npy_header(replace(SHAPE, id_bytes=id_bytes), rows)
     found = np.load(io.BytesIO(header + experts.tobytes()))
     assert (found.dtype, found.shape) == (experts.dtype, experts.shape)

@@ -133,17 +133,17 @@ def test_defaults_are_sglangs(start):
     assert (submit.sampling.temperature, submit.sampling.top_k, submit.sampling.max_tokens) == (1.0, 0, 128)
 
 
-@pytest.mark.parametrize("places", [(), (1, 2, 4)])
+@pytest.mark.parametrize(("places", "layers"), [((0, 1, 2), 3), ((1, 2, 4), 5)])
 @pytest.mark.parametrize("first", [0, 2])
-def test_routed_experts_are_of_all_layers(start, places, first):
-    service = start(1, routing=RoutedShape(layers=3, top_k=2, id_bytes=1, places=places, num_layers=5 if places else 0))
+def test_routed_experts_are_of_all_layers(start, places, layers, first):
+    service = start(1, routing=RoutedShape(layers=3, top_k=2, id_bytes=1, places=places, num_layers=layers))
     assert "routed_experts" not in generate(service)["meta_info"]
     meta = generate(service, return_routed_experts=True, routed_experts_start_len=first)["meta_info"]
     rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - first
     found = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).reshape(rows, -1, 2)
-    expected = np.zeros((rows, 5 if places else 3, 2), np.int32)
+    expected = np.zeros((rows, layers, 2), np.int32)
     scripted = b"".join(map(scripted_experts, range(first, rows + first)))
-    expected[:, list(places or range(3))] = np.frombuffer(scripted, np.uint8).reshape(rows, 3, 2)
+    expected[:, list(places)] = np.frombuffer(scripted, np.uint8).reshape(rows, 3, 2)
     assert np.array_equal(found, expected)
     assert meta["routed_experts_start_len"] == first
 

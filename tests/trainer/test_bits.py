@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from tests.checkpoints import DEMO, MLA, make_checkpoint
 from tests.quantised import quantise
+from tests.trainer.replayed import with_experts, with_own_experts
 
 from moeyard.torch import Sample, TrainableModel
 from moeyard.torch.model import _Formula
@@ -144,12 +145,9 @@ def test_replayed_routing(tmp_path: Path, family: str) -> None:
     model = TrainableModel(tmp_path)
     samples = [sample for sample, _ in decoded(local_runner(tmp_path, dtype=torch.float32, num_pages=8))]
     own, routed = model._served(samples)
-    given = [
-        Sample(prompt=s.prompt, output=s.output, routed_experts=ids) for s, ids in zip(samples, routed, strict=True)
-    ]
-    assert all(map(torch.equal, model(given), own))
+    assert all(map(torch.equal, model(with_own_experts(model, samples)), own))
     other = (routed[0] + 1) % model.config.num_experts
-    mixed = [Sample(prompt=samples[0].prompt, output=samples[0].output, routed_experts=other), *samples[1:]]
+    mixed = [with_experts(model, samples[0], other), *samples[1:]]
     found, used = model._served(mixed)
     assert torch.equal(used[0], other)
     assert all(map(torch.equal, found[1:], own[1:]))

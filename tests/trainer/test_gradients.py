@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoints import make_checkpoint
+from tests.trainer.replayed import with_own_experts
 
 from moeyard.torch import Sample, TrainableModel
 from moeyard_worker.engine.assembly.verify import reference_model
@@ -82,14 +83,6 @@ def tiny(directory: Path, name: str, dtype: str = "float64") -> TrainableModel:
     return TrainableModel(directory, dtype=dtype)
 
 
-def with_routing(model: TrainableModel, samples: tuple[Sample, ...] = SHORT) -> list[Sample]:
-    """Return the samples with the experts that the model chooses."""
-    routed = model._served(samples)[1]
-    return [
-        Sample(prompt=s.prompt, output=s.output, routed_experts=ids) for s, ids in zip(samples, routed, strict=True)
-    ]
-
-
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", CASES)
 def test_gradcheck(tmp_path: Path, name: str) -> None:
@@ -125,7 +118,7 @@ def test_gradient_is_that_of_the_served_forward(tmp_path: Path, name: str) -> No
     torch.cat(model(samples)).sum().backward()
     slope = sum((p.grad * d).sum().item() for p, d in zip(parameters, directions, strict=True) if p.grad is not None)
     values, step = [], 2e-3
-    fixed = with_routing(model, samples)
+    fixed = with_own_experts(model, samples)
     with torch.no_grad():
         for sign in (1, -2):
             for p, d in zip(parameters, directions, strict=True):
@@ -175,7 +168,7 @@ def test_rounding_of_the_served_dtype_is_not_differentiated(tmp_path: Path) -> N
     """A bf16 model's gradient is that of the fp32 formula at the stored weights, for the same experts."""
     make_checkpoint(tmp_path, "qwen3_moe", dtype=torch.bfloat16)
     models = [TrainableModel(tmp_path, dtype=dtype) for dtype in ("bfloat16", "float32")]
-    given = with_routing(models[0])
+    given = with_own_experts(models[0], SHORT)
     for model in models:
         torch.cat(model(given)).sum().backward()
     pairs = zip(*(model.parameters() for model in models), strict=True)

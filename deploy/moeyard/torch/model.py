@@ -148,7 +148,7 @@ class TrainableModel(torch.nn.Module):
         if outside:
             raise ValueError(f"a sample has token {outside[0]}, outside the vocabulary of {config.vocab_size}")
         if (routed := sample.routed_experts) is not None:
-            shape = (count - 1, len(config.routed_layers), config.top_k)
+            shape = (count - 1, config.num_layers, config.top_k)
             if tuple(routed.shape) != shape:
                 raise ValueError(f"routed_experts has shape {list(routed.shape)}, this sample needs {list(shape)}")
             if routed.min() < 0 or routed.max() >= config.num_experts:

@@ -88,6 +88,7 @@ class _Run:
     ) -> None:
         config = spec.config
         self._page_size, self._has_slots = backend.page_size, config.has_slots
+        self._routed_layers = list(config.routed_layers)
         self._replay = _ReplayingBackend(backend)
         backend = cast(Backend, self._replay)
         self._routing = StepRouting(
@@ -169,7 +170,8 @@ class _Run:
             if (routed := sample.routed_experts) is None:
                 parts.append(torch.full((chunk.num_tokens, *shape), -1))
             else:
-                parts.append(routed[chunk.start : chunk.start + chunk.num_tokens].long().cpu())
+                rows = routed[chunk.start : chunk.start + chunk.num_tokens]
+                parts.append(rows[:, self._routed_layers].long().cpu())
         return torch.cat(parts).to(self._runner.backend.device)
 
 

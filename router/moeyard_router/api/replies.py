@@ -1,6 +1,7 @@
 """Answers as bytes: OpenAI's objects with vLLM's extensions, whole or as server-sent events."""
 
 import binascii
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,14 +27,29 @@ _NULL = b"null"
 DONE_EVENT = b"data: [DONE]\n\n"
 
 
+def routed_bytes(shape: RoutedShape, experts: bytes | bytearray, *, id_bytes: int) -> bytes | bytearray:
+    """Return experts as ids of `id_bytes`, [rows, layers of the model, top_k]. Layers without experts have zeros."""
+    places = shape.places or range(shape.layers)
+    if len(places) == shape.num_layers and id_bytes == shape.id_bytes:
+        return experts
+    width = shape.num_layers * shape.top_k * id_bytes
+    out = bytearray(len(experts) // shape.row_bytes * width)
+    for layer, place in enumerate(places):
+        for k, byte in itertools.product(range(shape.top_k), range(shape.id_bytes)):
+            # Each assignment writes one byte of the ids of all rows.
+            to = (place * shape.top_k + k) * id_bytes + byte
+            out[to::width] = experts[(layer * shape.top_k + k) * shape.id_bytes + byte :: shape.row_bytes]
+    return out
+
+
 def npy_header(shape: RoutedShape, rows: int) -> bytes:
-    """Return the bytes that make experts [rows, layers, top_k] a file that `numpy.load` reads.
+    """Return the bytes that make experts [rows, layers of the model, top_k] a file that `numpy.load` reads.
 
     Source: numpy.lib.format, version 1.0, whose headers have multiples of 64 bytes. This one has a multiple of 192, so
     that its base64 text can be followed by that of the experts.
     """
     kind = {1: "|u1", 2: "<u2"}[shape.id_bytes]
-    dims = f"({rows}, {shape.layers}, {shape.top_k})"
+    dims = f"({rows}, {shape.num_layers}, {shape.top_k})"
     text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {dims}, }}"
     text += " " * (-(len(text) + 11) % 192) + "\n"
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
@@ -73,7 +89,8 @@ class LongLists:
         if job.routing is None or not choice.has_experts:
             return {}
         header = npy_header(job.routing, len(choice.experts) // job.routing.row_bytes)
-        return {"routed_experts": self.add_base64([header, choice.experts])}
+        experts = routed_bytes(job.routing, choice.experts, id_bytes=job.routing.id_bytes)
+        return {"routed_experts": self.add_base64([header, experts])}
 
     def add_base64(self, parts: Iterable[bytes | bytearray]) -> orjson.Fragment:
         """Store bytes as base64 text. Each part but the last has a multiple of 3 bytes."""

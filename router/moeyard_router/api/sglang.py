@@ -16,11 +16,18 @@ from pydantic_core import PydanticCustomError
 from moeyard_router.api.choice import ABORTED, Choice, Delta
 from moeyard_router.api.fields import IGNORED, NOT_SERVED, Strict
 from moeyard_router.api.intake import Intake, Job
-from moeyard_router.api.replies import DONE_EVENT, LOWEST_LOGPROB, PIECE_BYTES, LongLists, Served, prompt_scores
+from moeyard_router.api.replies import (
+    DONE_EVENT,
+    LOWEST_LOGPROB,
+    PIECE_BYTES,
+    LongLists,
+    Served,
+    prompt_scores,
+    routed_bytes,
+)
 from moeyard_router.api.schema import CacheSalt, Count, Seed, ShapeFields
 from moeyard_router.api.token_ids import NEUTRAL, AllRoomCompletion
 from moeyard_router.api.translation import Translation, given
-from moeyard_router.config import RoutedShape
 from moeyard_router.errors import ApiError
 from moeyard_router.text.detokenizer import TokenBytes
 from moeyard_worker.protocol import MAX_LOGPROBS, TokenLogprob
@@ -156,20 +163,6 @@ async def sglang_job(request: SglangRequest, intake: Intake) -> Job:
     ).job(intake)
 
 
-def routed_bytes(shape: RoutedShape, experts: bytes | bytearray) -> bytearray:
-    """Return experts in SGLang's form: int32 [rows, layers of the model, top_k]. Layers without experts have zeros."""
-    places = shape.places or range(shape.layers)
-    num_layers = shape.num_layers or shape.layers
-    width = num_layers * shape.top_k * _ID_BYTES
-    out = bytearray(len(experts) // shape.row_bytes * width)
-    for layer, place in enumerate(places):
-        for k, byte in itertools.product(range(shape.top_k), range(shape.id_bytes)):
-            # Each assignment writes one byte of the ids of all rows.
-            to = (place * shape.top_k + k) * _ID_BYTES + byte
-            out[to::width] = experts[(layer * shape.top_k + k) * shape.id_bytes + byte :: shape.row_bytes]
-    return out
-
-
 class _Output:
     """The output of one choice so far.
 
@@ -271,7 +264,8 @@ class SglangWriter:
                 meta |= self._of_prompt(index, choices)
         # A request that is aborted before its prompt is computed has none.
         if job.routing is not None and output.finish_reason is not None and choice.has_experts:
-            meta["routed_experts"] = self._long.add_base64([routed_bytes(job.routing, choice.experts)])
+            experts = routed_bytes(job.routing, choice.experts, id_bytes=_ID_BYTES)
+            meta["routed_experts"] = self._long.add_base64([experts])
             meta["routed_experts_start_len"] = self._asked["routed_start"]
         return meta
 
