@@ -283,6 +283,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "odd groups": ({"o_groups": 3}, "o_groups is 3, which does not divide 4 heads"),
     "odd window": ({"sliding_window": 100}, "sliding_window is 100, expected a multiple of 64"),
     "wide rotation": ({"qk_rope_head_dim": 24}, "qk_rope_head_dim is 24: expected an even number up to 16"),
+    "more entries than exist": ({"index_topk": 129}, "index_topk is 129, expected an integer from 1 to 128"),
     "V4.1": ({"model_type": "deepseek_v41"}, "model_type 'deepseek_v41' is not supported"),
 }
 

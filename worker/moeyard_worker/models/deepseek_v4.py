@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moeyard_kernels.types.gate import GateRule
-from moeyard_worker.config.fields import MAX_POSITIONS, MAX_VOCAB, Fields
+from moeyard_worker.config.fields import MAX_VOCAB, Fields
 from moeyard_worker.config.rope_config import parse_rope
 from moeyard_worker.layers.compressed import BLOCK, SPARE, Compressed, IndexerConfig
 from moeyard_worker.layers.residual import HyperConfig
@@ -108,7 +108,8 @@ def _attention(config: Fields) -> dict[int, Compressed]:
     indexer = IndexerConfig(
         num_heads=config.integer("index_n_heads"),
         head_dim=index_dim,
-        top_k=config.integer("index_topk", maximum=MAX_POSITIONS),
+        # With a larger one the indexer would have no work in any sequence.
+        top_k=config.integer("index_topk", maximum=max(1, max_position(config) // _KINDS[_CSA])),
     )
     return {
         ratio: Compressed(
