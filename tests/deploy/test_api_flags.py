@@ -24,6 +24,8 @@ from moeyard.local.settings import (
 )
 from moeyard_router.config import RouterConfig, SamplingDefaults, WorkerAddress
 from moeyard_router.text.chat import TextCodec
+from moeyard_worker.checkpoint.formats.fp8 import Fp8Format, Fp8Scheme
+from moeyard_worker.checkpoint.formats.module_names import ModuleNames
 from moeyard_worker.models.families import load_model_config
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import SHAPES, served_model, shape_model
@@ -351,6 +353,20 @@ def test_startup_note_about_codes_that_become_bfloat16(options: str, why: str | 
     model = served_model(engine_config(build_parser().parse_args(["serve", *words.split()])))
     assert notes(words, model) == ([] if why is None else [f"the codes of experts become bfloat16 on the GPU: {why}"])
     assert model.expert_form("bfloat16").down.tiled == (why is None and "bfloat16" not in options)
+
+
+def test_startup_note_about_what_is_never_quantised() -> None:
+    demo = load_model_config(DEMO)
+    weights = Fp8Format(
+        file="config.json",
+        markers=(),
+        excluded=ModuleNames(),
+        one=Fp8Scheme(128, 128),
+        left_plain=("activations", "the KV cache"),
+    )
+    assert notes(str(DEMO), replace(demo, weights=weights)) == [
+        "config.json has activations and the KV cache quantised, which the server does not do"
+    ]
 
 
 def test_fingerprint_of_a_fleet(capsys: pytest.CaptureFixture[str]) -> None:

@@ -350,7 +350,10 @@ def test_sizes_of_groups_and_partial_blocks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "package"), [("fp8", "accelerate"), ("int4-g128", "compressed_tensors")])
+@pytest.mark.parametrize(
+    ("name", "package"),
+    [("fp8", "accelerate"), ("int4-g32", "compressed_tensors"), ("int4-g128", "compressed_tensors")],
+)
 def test_transformers_reads_the_codes(name: str, package: str, tmp_path: Path) -> None:
     """All blocks are whole: transformers 5.17 dequantises partial ones wrongly."""
     pytest.importorskip(package)

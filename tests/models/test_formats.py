@@ -32,7 +32,7 @@ from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.engine_config import EngineConfig
 from moeyard_worker.config.fields import Fields
 from moeyard_worker.engine.assembly.local import greedy_tokens, runner_of
-from moeyard_worker.layers.weights import Part
+from moeyard_worker.layers.weights import Part, Weight
 from moeyard_worker.models.families import load_model_config, parse_model_config, with_codes
 from moeyard_worker.models.model_config import ModelConfig
 from moeyard_worker.models.shapes import SHAPES, served_model, shape_model
@@ -349,6 +349,33 @@ def test_a_plain_expert_among_codes_is_refused(expert: int, wide: Path) -> None:
     with pytest.raises(CheckpointError, match=r"experts.5.up_proj.weight is not stored like .* --weights bfloat16"):
         open_checkpoint(wide, model)
     open_checkpoint(wide, gpu_model(wide, weights="bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "plain"),
+    [
+        ({}, ()),
+        ({"activation_scheme": "dynamic"}, ("activations",)),
+        ({"input_activations": {"num_bits": 8}}, ("activations",)),
+        ({"kv_cache_scheme": {"num_bits": 8}}, ("the KV cache",)),
+        ({"input_activations": {"num_bits": 8}, "kv_cache_scheme": {"num_bits": 8}}, ("activations", "the KV cache")),
+    ],
+)
+def test_what_is_never_quantised_is_named(settings: dict[str, Any], plain: tuple[str, ...], wide: Path) -> None:
+    """Neither changes a weight, so weights with other settings may replace these."""
+    method = "fp8-128" if "activation_scheme" in settings else "ct-fp8"
+    quantise(wide, method)
+    before = load_model_config(wide)
+    config = json.loads((wide / "config.json").read_text())
+    quantization = config["quantization_config"]
+    quantization.pop("activation_scheme", None)
+    for group in quantization.get("config_groups", {}).values():
+        group["input_activations"] = settings.get("input_activations")
+    quantization |= {key: value for key, value in settings.items() if key != "input_activations"}
+    (wide / "config.json").write_text(json.dumps(config))
+    found = load_model_config(wide)
+    assert found.weights.left_plain == plain
+    assert found.weights == before.weights
 
 
 def test_tiles_of_other_codes_are_not_written() -> None:
@@ -808,8 +835,11 @@ def test_mutated_settings_end_in_one_line_or_are_served() -> None:
         try:
             model = parse_model_config(Fields("config.json", config), Fields("", {}))
             stored = set(chance.sample(keys, chance.randrange(len(keys))))
+            codes = with_codes(model, None, dense=True)
+            codes.expert_form("bfloat16")
             for part in parts:
-                model.weights.scheme(part, stored).stored(part)
+                codes.weights.scheme(part, stored).stored(part)
+                codes.weights.form(Weight(part.shape, (part,), matrix=True), "bfloat16", stored)
             served += 1
         except CheckpointError as error:
             messages.append(str(error))

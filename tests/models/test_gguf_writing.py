@@ -216,6 +216,38 @@ def test_bytes_of_an_interrupted_run_count_as_free(tmp_path: Path, monkeypatch: 
     write(directory, tmp_path / "out")
 
 
+@pytest.mark.parametrize("change", [None, "header", "record", "empty record", "cut"])
+def test_an_interrupted_run_is_continued(change: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its whole tensors are not made again, unless the header differs or no record of them is there."""
+    directory = make(tmp_path, "qwen3_moe")
+    whole = write(directory, tmp_path / "whole" / "out").read_bytes()
+    made: list[str] = []
+    make_tensor = writing.NewGguf._make
+
+    def interrupted(self: Any, tensor: Any) -> Any:
+        made.append(tensor.parts[0][0].key)
+        if len(made) == 9:
+            raise KeyboardInterrupt
+        return make_tensor(self, tensor)
+
+    monkeypatch.setattr(writing.NewGguf, "_make", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write(directory, tmp_path / "out")
+    partial = tmp_path / "out.partial"
+    if change == "record":
+        (partial / "written.json").unlink()
+    elif change == "empty record":
+        (partial / "written.json").write_bytes(b"")
+    elif change is not None:
+        (partial / "out.gguf").write_bytes(bytes(len(whole)) if change == "header" else whole[:9999])
+    monkeypatch.setattr(
+        writing.NewGguf, "_make", lambda self, tensor: (made.append("again"), make_tensor(self, tensor))[1]
+    )
+    assert write(directory, tmp_path / "out").read_bytes() == whole
+    num_tensors = len(writing.q8_0(directory, None, {}).tensors)
+    assert made.count("again") == num_tensors - (8 if change is None else 0)
+
+
 def test_a_tokenizer_without_a_gguf_form_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory, out = make(tmp_path, "qwen3_moe"), tmp_path / "out"
     spec = read_json(directory / "tokenizer.json")

@@ -176,10 +176,14 @@ def check_compression(api: ApiSettings, config: EngineConfig, model: ModelConfig
 
 
 def start_notes(api: ApiSettings, config: EngineConfig, model: ModelConfig) -> list[str]:
-    """Return lines on request defaults, on codes that are not kept, and on prompts that do not fit a step."""
+    """Return lines on request defaults, quantised checkpoints, and prompts that do not fit a step."""
     notes = [] if (defaults := api.describe_defaults()) is None else [defaults]
     if model.weights.decoded is not None:
         notes.append(f"the codes of experts become bfloat16 on the GPU: {model.weights.decoded}")
+    if model.weights.left_plain:
+        notes.append(
+            f"config.json has {' and '.join(model.weights.left_plain)} quantised, which the server does not do"
+        )
     if (kept := api.kv_compression) is not None:
         notes.append(
             f"prompts of more than {kept.budget} tokens are kept in part ({kept.method}, window {kept.window}; "

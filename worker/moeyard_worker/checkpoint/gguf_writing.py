@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import gguf
 import numpy as np
@@ -29,7 +29,7 @@ from moeyard_worker.checkpoint.gguf_tokenizer import tokenizer_keys
 from moeyard_worker.checkpoint.identity import CONFIG_NAME
 from moeyard_worker.checkpoint.index import open_index
 from moeyard_worker.checkpoint.reading import Reader
-from moeyard_worker.checkpoint.writing import check_space, new_directory
+from moeyard_worker.checkpoint.writing import SHARD_BYTES, check_space, new_directory
 from moeyard_worker.config.checkpoint_error import CheckpointError
 from moeyard_worker.config.fields import Fields, read_json
 from moeyard_worker.layers.weights import Part, num_elements
@@ -38,6 +38,9 @@ from moeyard_worker.models.spec import ModelSpec
 from moeyard_worker.tokenizer import TokenizerFiles
 
 _KINDS = gguf.GGMLQuantizationType
+_ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
+# The file beside an unfinished one with the number of its bytes that are on the disk.
+_WRITTEN = "written.json"
 # The rows of a stored part, from the rows of the model.
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
@@ -87,37 +90,58 @@ class NewGguf:
     def write(self, out: Path, progress: Callable[[int], None]) -> Path:
         """Write the file OUT/OUT.gguf, and return its path. `progress` is called with the bytes of every tensor.
 
-        Raises ValueError if `out` exists or cannot be written, and CheckpointError for values that have no codes.
+        An interrupted run is continued behind its last whole tensor. Raises ValueError if `out` exists or cannot be
+        written, and CheckpointError for values that have no codes.
         """
         with new_directory(out, {"source": self.identity, "to": "q8_0"}) as directory:
-            path = directory / f"{out.name}.gguf"
-            # An interrupted run's file is written again, so its bytes count as free.
-            path.unlink(missing_ok=True)
-            check_space(directory, self.num_bytes)
-            with closing(gguf.GGUFWriter(path, self.architecture)) as writer:
-                self._write(writer, {**self.keys, "general.name": out.name}, progress)
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+            path, record = directory / f"{out.name}.gguf", directory / _WRITTEN
+            header = self._header(directory / "header", {**self.keys, "general.name": out.name})
+            written = _written(path, record, header)
+            with path.open("r+b" if written else "wb") as file:
+                # Bytes of an interrupted run count as free.
+                file.truncate(written)
+                check_space(directory, self.num_bytes - written)
+                file.write(header)
+                self._write(file, len(header), written, record, progress)
+            record.unlink()
         return out / path.name
 
-    def _write(self, writer: gguf.GGUFWriter, keys: Mapping[str, Any], progress: Callable[[int], None]) -> None:
-        for key, value in keys.items():
-            # 32 bits, as in other files.
-            kind = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}.get(type(value))
-            writer.add_key_value(key, value, kind or gguf.GGUFValueType.get_type(value))
-        for name, tensor in self.tensors.items():
-            writer.add_tensor_info(name, tensor.stored, tensor.dtype, tensor.num_bytes, tensor.kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        assert writer.fout is not None
-        (file,) = writer.fout
-        writer.write_padding(file, file.tell())
-        for tensor in self.tensors.values():
-            # `write_tensor_data` loses the reasons of the operating system for writing too little.
-            file.write(self._make(tensor).data)
-            writer.write_padding(file, tensor.num_bytes)
-            progress(tensor.num_bytes)
+    def _header(self, path: Path, keys: Mapping[str, Any]) -> bytes:
+        """Return the bytes in front of the first tensor, by way of the file `path`, which is removed."""
+        with closing(gguf.GGUFWriter(path, self.architecture)) as writer:
+            for key, value in keys.items():
+                # 32 bits, as in other files.
+                kind = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}.get(type(value))
+                writer.add_key_value(key, value, kind or gguf.GGUFValueType.get_type(value))
+            for name, tensor in self.tensors.items():
+                writer.add_tensor_info(name, tensor.stored, tensor.dtype, tensor.num_bytes, tensor.kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+        header = path.read_bytes()
+        path.unlink()
+        return header + bytes(-len(header) % _ALIGNMENT)
+
+    def _write(self, file: BinaryIO, end: int, written: int, record: Path, progress: Callable[[int], None]) -> None:
+        """Write all tensors behind byte `end`, except those whose last byte is below `written`.
+
+        `record` gets the bytes that are on the disk, after every few gigabytes and if the run ends early.
+        """
+        marked = written
+        try:
+            for tensor in self.tensors.values():
+                behind = end + tensor.num_bytes + -tensor.num_bytes % _ALIGNMENT
+                if behind > written:
+                    file.seek(end)
+                    # `GGUFWriter.write_tensor_data` loses the operating system's reasons for writing too little.
+                    file.write(self._make(tensor).data)
+                    file.write(bytes(-tensor.num_bytes % _ALIGNMENT))
+                end = behind
+                if end > marked + SHARD_BYTES:
+                    marked = _mark(file, end, record)
+                progress(tensor.num_bytes)
+        finally:
+            _mark(file, end, record)
 
     def _make(self, tensor: _Tensor) -> np.ndarray[Any, Any]:
         array = np.empty((len(tensor.parts), tensor.num_bytes // len(tensor.parts)), np.uint8)
@@ -126,6 +150,23 @@ class NewGguf:
             self.reader.copy(part.key, values, part.begin * num_elements(part.shape[1:]))
             row[:] = _encode(part.key, rows(values), tensor.kind)
         return array.reshape(-1).view(tensor.dtype).reshape(tensor.stored)
+
+
+def _written(path: Path, record: Path, header: bytes) -> int:
+    """Return the bytes of an earlier run's file that are on the disk, 0 unless the file begins with `header`."""
+    found = record.read_text() if record.exists() and path.exists() else ""
+    if not found.isdigit() or path.stat().st_size < int(found):
+        return 0
+    with path.open("rb") as file:
+        return int(found) if file.read(len(header)) == header else 0
+
+
+def _mark(file: BinaryIO, end: int, record: Path) -> int:
+    """Bring `file` to the disk, and record that its bytes below `end` are there. Return `end`."""
+    file.flush()
+    os.fsync(file.fileno())
+    record.write_text(str(end))
+    return end
 
 
 def q8_0(directory: Path | str, files: TokenizerFiles | None, templates: Mapping[str, str]) -> NewGguf:

@@ -1,8 +1,8 @@
 """Checkpoints of the method "compressed-tensors": int4 codes in groups, and fp8 codes. Pure.
 
 The format is that of github.com/neuralmagic/compressed-tensors (0.20). Kimi-K2-Thinking and Kimi-K2.5 are published in
-it. A group of the configuration names modules ("targets") and one scheme for their weights. Settings of activations are
-ignored: activations are never quantised.
+it. A group of the configuration names modules ("targets") and one scheme for their weights. Settings of activations and
+of the KV cache are only named at the start (`left_plain`).
 """
 
 import re
@@ -137,11 +137,14 @@ def parse_compressed_tensors(settings: Fields, dtype: str) -> CompressedTensorsF
         if value and not (isinstance(value, dict) and value.get("format") in (None, "dense")):
             raise settings.error(key, f"describes {kind}, which are not supported")
     groups = tuple(_group(settings, dtype, name, value) for name, value in found.items())
+    activations = any(isinstance(each, dict) and each.get("input_activations") for each in found.values())
+    cache = bool(settings.values.get("kv_cache_scheme"))
     return CompressedTensorsFormat(
         file=settings.file,
         markers=(".weight_packed", ".weight_scale"),
         ignored=module_names(settings, "ignore"),
         groups=groups,
+        left_plain=("activations",) * activations + ("the KV cache",) * cache,
         scales=None if any(isinstance(each.scheme, Fp8Scheme) for each in groups) else "float32",
         int4_scales=None if any(isinstance(each.scheme, PackedInt4Scheme) for each in groups) else "float32",
     )

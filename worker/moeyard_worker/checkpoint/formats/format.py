@@ -50,6 +50,11 @@ class Format(Protocol):
         """Reason why the codes of experts become bfloat16 on a GPU, None if they stay or if that was chosen."""
         ...
 
+    @property
+    def left_plain(self) -> tuple[str, ...]:
+        """What config.json has quantised at run time and the server does not quantise."""
+        ...
+
     def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
         """Return the form in memory of a parameter. It is plain for every parameter that is not a matrix."""
         ...

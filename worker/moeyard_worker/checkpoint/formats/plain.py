@@ -31,6 +31,10 @@ class PlainFormat:
     def decoded(self) -> str | None:
         return None
 
+    @property
+    def left_plain(self) -> tuple[str, ...]:
+        return ()
+
     def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:
         return plain_form(weight.kept(dtype))
 

@@ -66,11 +66,12 @@ class QuantizedFormat:
     markers: suffixes of the keys that show a quantised matrix, if they replace ".weight" or follow the whole key.
     experts: the schemes of gate and up, and of down, if all experts keep their codes in memory.
     decoded: the reason why codes of experts become bfloat16, None if they stay or if `with_codes` was not called.
+    left_plain: what config.json has quantised at run time, which is never done.
     dense: whether other matrices of fp8 codes keep them too, if only `Backend.linear` reads them.
     scales: kind of the scales of e4m3 codes, None if only the stored tensors show it.
     int4_scales: dtype in memory of the scales of int4 codes, None if only the stored tensors show it.
 
-    Two formats that differ in kinds of scales alone are equal, because those are no settings.
+    Two formats that differ in kinds of scales or in `left_plain` alone are equal, because these change no weight.
     """
 
     file: str
@@ -78,6 +79,7 @@ class QuantizedFormat:
     experts: "tuple[QuantizedScheme, QuantizedScheme] | None" = None
     decoded: str | None = None
     dense: bool = False
+    left_plain: tuple[str, ...] = field(default=(), compare=False)
     scales: Scales | None = field(default="float32", compare=False)
     int4_scales: Literal["float32", "bfloat16"] | None = field(default="float32", compare=False)
 
