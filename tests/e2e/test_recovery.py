@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ ROUTED: dict[str, Any] = {"enable_return_routed_experts": True}
 # Tokens of a request that must still run when its rank is lost.
 LONG = 200
 PROMPTS = [tuple(range(1 + i, 9 + 5 * i)) for i in range(9)]
+# DeepSeek-V4's window wraps behind 144 positions, and entries of 128 positions and snapshots end at multiples of 128.
+LONGER = [tuple(1 + (7 * k + i) % 200 for k in range(100 + 25 * i)) for i in range(9)]
 
 
 def sampling(i: int, max_tokens: int = 40) -> dict[str, Any]:
@@ -32,9 +35,11 @@ def sampling(i: int, max_tokens: int = 40) -> dict[str, Any]:
     return {"max_tokens": max_tokens, "ignore_eos": True, "routed_experts_start": i % 3, **kinds[i % len(kinds)]}
 
 
-def submit_all(fleet: Fleet, outputs: list[list[int]] | None = None) -> None:
+def submit_all(
+    fleet: Fleet, outputs: list[list[int]] | None = None, prompts: Sequence[tuple[int, ...]] = PROMPTS
+) -> None:
     """`outputs`: requests with log-probabilities force these tokens, many per step."""
-    for i, prompt in enumerate(PROMPTS):
+    for i, prompt in enumerate(prompts):
         params = sampling(i)
         if outputs is not None and "logprobs" in params:
             params |= {"trace_decode_token_ids": tuple(outputs[i]), "as_decoded": True, "temperature": 0.0}
@@ -66,8 +71,9 @@ def kill(fleet: Fleet, rank: int) -> None:
         ("hybrid_drafts", {"prefill_chunk": 64, "speculate": "mtp", "draft_tokens": 2}),
         ("int4", {}),
         ("fp4", {"prefill_chunk": 128}),
+        ("compressed_drafts", {"prefill_chunk": 128, "speculate": "mtp", "draft_tokens": 2}),
     ],
-    ids=["plain", "deep", "hybrid", "hybrid_drafts", "int4", "fp4"],
+    ids=["plain", "deep", "hybrid", "hybrid_drafts", "int4", "fp4", "compressed_drafts"],
 )
 def test_answers_stay_the_same_when_ranks_are_lost(
     processes: ProcessPool, checkpoints: dict[str, Path], kind: str, options: dict[str, Any]
@@ -77,14 +83,15 @@ def test_answers_stay_the_same_when_ranks_are_lost(
     options = {"prefill_chunk": 16, **options}
     config = engine_config(checkpoints[kind], num_workers=3, step_deadline=DEADLINE, **ROUTED, **options)
     rng = random.Random(repr(options))
+    prompts = LONGER if kind in ("fp4", "compressed_drafts") else PROMPTS
     with start_fleet(processes, config) as fleet:
         client = fleet.client
-        submit_all(fleet)
+        submit_all(fleet, prompts=prompts)
         expected = results(client.wait())
         tokens = [answer[0] for answer in expected]
         for dead, moment, outputs in ([1], 0, None), ([0, 2], rng.randrange(20, 300), None), ([1], 1, tokens):
             client.answers.clear()
-            submit_all(fleet, outputs)
+            submit_all(fleet, outputs, prompts)
             client.wait_for(lambda least=moment: sum(len(a.token_ids) for a in client.answers.values()) >= least)
             for rank in dead:
                 kill(fleet, rank)
@@ -97,7 +104,7 @@ def test_answers_stay_the_same_when_ranks_are_lost(
         (loss, _) = fleet.recover([2])
         assert loss["reason"] == f"rank 2 lost after step {loss['step']}"
         client.answers.clear()
-        submit_all(fleet)
+        submit_all(fleet, prompts=prompts)
         assert results(client.wait()) == expected
 
 

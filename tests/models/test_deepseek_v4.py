@@ -4,6 +4,7 @@ test_linear_attention.py tests that it has one answer for every cut and neighbou
 """
 
 import copy
+import os
 import re
 import tempfile
 from functools import partial
@@ -218,6 +219,28 @@ def test_drafts_need_rows_of_their_own(with_drafts: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
+def test_prompts_that_end_at_every_offset(tmp_path: Path) -> None:
+    """Prompts of 129 to 256 tokens, whole, in chunks of 128 beside others, and behind a known prefix of 128."""
+    directory = make_checkpoint(tmp_path, "deepseek_v4", dtype=torch.bfloat16)
+    ids = torch.randint(VOCAB_SIZE, (256,), generator=torch.Generator().manual_seed(8)).tolist()
+    sampling = SamplingParams(max_tokens=6, temperature=0.8, seed=4, logprobs=1, ignore_eos=True)
+    asked = {str(n): (ids[:n], sampling) for n in range(129, 257)}
+    common: dict[str, Any] = {"kv_memory": 64 << 20, "max_batch_tokens": 512}
+    with Rank(directory, **common, max_num_seqs=1, prefill_chunk=256, prefix_caching=False) as rank:
+        expected = rank.run(asked)[0]
+    with Rank(directory, **common, max_num_seqs=8, prefill_chunk=128, prefix_caching=False) as rank:
+        assert rank.run(asked)[0] == expected
+    with Rank(directory, **common, max_num_seqs=8, prefill_chunk=256, snapshot_memory=8 << 20) as rank:
+        found, stats = rank.run(asked)
+        assert found == expected
+        assert stats.prefix_hit_tokens > 100 * 128
+
+
+# docs/deepseek_v4.md tells of a run with 200.
+LONG_PROMPTS = int(os.environ.get("MOEYARD_LONG_PROMPTS", "10"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("speculate", "draft_tokens"), [("mtp", 3), ("dspark", 5)])
 def test_drafts_behind_long_prompts(speculate: str, draft_tokens: int, tmp_path: Path) -> None:
     """Prompts of 1 to 30,000 tokens, in which an indexer chooses 64 of up to 7,500 entries."""
@@ -227,11 +250,11 @@ def test_drafts_behind_long_prompts(speculate: str, draft_tokens: int, tmp_path:
     edit_config(directory, rope_scaling={"type": "yarn", "factor": 8, "original_max_position_embeddings": 4096})
     generator = torch.Generator().manual_seed(6)
     asked = {}
-    for i in range(10):
-        length = round(30_000 ** (i / 9))
+    for i in range(LONG_PROMPTS):
+        length = round(30_000 ** (i / (LONG_PROMPTS - 1)))
         prompt = torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
         sampling = SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i, logprobs=1, ignore_eos=True)
-        asked[str(length)] = (prompt, sampling)
+        asked[f"{i}: {length}"] = (prompt, sampling)
     common: dict[str, Any] = {"max_num_seqs": 8, "kv_memory": 256 << 20, "snapshot_memory": 32 << 20}
     with Rank(directory, **common) as rank:
         expected = rank.run(asked)[0]
