@@ -68,8 +68,12 @@ class HttpFleet:
 
     def choices_at_once(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Submit requests together, one connection each, and return the only choice of each."""
+        return [dict(answer["choices"][0]) for answer in self.complete_at_once(bodies)]
+
+    def complete_at_once(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Submit requests together, one connection each, and return their completions."""
         with ThreadPoolExecutor(len(bodies)) as pool:
-            return list(pool.map(lambda body: self.choice(**body), bodies))
+            return list(pool.map(lambda body: self.complete(**body), bodies))
 
     def snapshots(self) -> list[dict[str, Any]]:
         """Return the latest snapshot of every rank, from /v1/fleet."""

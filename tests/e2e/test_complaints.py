@@ -70,26 +70,33 @@ def test_six_turns_of_a_conversation(fleets: tuple[HttpFleet, HttpFleet]) -> Non
 def test_prompts_that_end_just_past_a_block(fleets: tuple[HttpFleet, HttpFleet]) -> None:
     """A prompt ends 1 to 16 tokens past a block of 64, and is then extended by its answer and more."""
     warm, cold = fleets
+    hits = 0
     for past in range(1, PAGE + 1):
         prompt = ids(100 + past, 64 + past)
         first = body(prompt, tokens=3)
         answer = warm.choice(**first)
         assert answer == cold.choice(**first), f"{past} past the block"
         extended = body([*prompt, *answer["token_ids"], *ids(200 + past, 9)], tokens=4)
-        assert warm.choice(**extended) == cold.choice(**extended), f"{past} past the block, extended"
+        found = warm.complete(**extended)
+        assert found["choices"] == cold.complete(**extended)["choices"], f"{past} past the block, extended"
+        hits += cached(found) >= 64
+    # A busy rank may send some to the other rank.
+    assert hits >= PAGE // 2
 
 
 def test_neighbours_with_cached_prompts(fleets: tuple[HttpFleet, HttpFleet]) -> None:
     """Prompts that the cache holds whole run beside new ones in the same steps."""
     warm, cold = fleets
-    whole = [ids(300 + i, PAGE * (4 + i)) for i in range(3)]
+    whole = [ids(300 + i, PAGE * (9 + i)) for i in range(3)]
     for prompt in whole:
         warm.complete(**body(prompt, tokens=2))
     prompts = [*whole, *(ids(400 + i, 30 + 17 * i) for i in range(3)), *whole]
     bodies = [body(prompt, seed=i) for i, prompt in enumerate(prompts)]
-    wanted = [cold.choice(**each) for each in bodies]
+    wanted = [cold.complete(**each)["choices"] for each in bodies]
     for _ in range(2):
-        assert warm.choices_at_once(bodies) == wanted
+        found = warm.complete_at_once(bodies)
+        assert [each["choices"] for each in found] == wanted
+        assert sum(cached(each) > 0 for each in found) >= len(whole)
 
 
 def test_weights_change_under_load(processes: ProcessPool, checkpoints: dict[str, Path], tmp_path: Path) -> None:
