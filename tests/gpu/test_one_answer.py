@@ -1,4 +1,4 @@
-"""One answer on a GPU: token ids and log-probability bits of a request do not depend on how its steps are launched.
+"""One answer on a GPU: tokens, log-probabilities and experts of a request do not depend on how its steps are launched.
 
 One rank runs {graphs, eager} x {one, two steps in flight} x {chunk sizes} x {ample, scarce pages}. Some of these cases
 also run with {one expert slot, a quarter, all} x {slru, lru}. Each case has requests alone and mixed, prefix misses and
@@ -129,6 +129,7 @@ def config(case: Case, model: Path) -> EngineConfig:
         expert_slots=None if case.slots == "all" else 1 if case.slots == "one" else total // 4,
         expert_policy=case.policy,
         async_scheduling=case.deep == 2,
+        enable_return_routed_experts=True,
         speculate=None if case.drafts == "off" else "mtp" if read.block_drafts is None else "dspark",
         draft_tokens=int(case.drafts) if case.drafts.isdigit() else None,
     )
