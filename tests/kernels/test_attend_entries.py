@@ -104,9 +104,9 @@ def test_choices_of_others_change_no_bit() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ratio", [0, 4, 128])
-@pytest.mark.parametrize("heads", [64, 80])
+@pytest.mark.parametrize("heads", [64, 80, 128])
 def test_every_kernel_has_the_same_bits(ratio: int, heads: int) -> None:
-    """The sizes that the Hopper kernels take, with odd and even numbers of blocks."""
+    """The sizes that the Hopper kernels take (V4-Pro has 128 heads), with odd and even numbers of blocks."""
     layer = make_layer(ratio, heads=heads, dim=512, rope_dim=64)
     chunks = [*CHUNKS, chunk(1024, 70, slot=4, first_page=29)]
     rows = make_rows(layer, 81)

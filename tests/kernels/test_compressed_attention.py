@@ -40,7 +40,8 @@ class Sizes:
 
 SIZES = Sizes()
 FLASH = Sizes(heads=64, dim=512, rope=64, window=128, index_heads=64, index_dim=128, top_k=512)
-SHAPES = [SIZES, FLASH] if GPU else [SIZES]
+PRO = replace(FLASH, heads=128, top_k=1024)
+SHAPES = [SIZES, FLASH, PRO] if GPU else [SIZES]
 BY_SHAPE = pytest.mark.parametrize("sizes", SHAPES, ids=lambda s: f"{s.heads}x{s.dim}")
 SLOTS, SPARE = 7, 16
 
