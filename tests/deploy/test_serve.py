@@ -609,6 +609,18 @@ def test_demo_once(command: Callable[..., Command]) -> None:
     assert len(re.findall(r"(?m)http://127\.0\.0\.1:\d+/metrics$", out)) == 3
 
 
+@pytest.mark.sampled(0)
+def test_interrupt_during_the_demonstration(command: Callable[..., Command]) -> None:
+    """The user ended it at once, by a second Ctrl-C, so it has not failed."""
+    shown = command("demo", "--port", "0")
+    shown.wait_for(lambda: "> Give" in shown.out.read_text())
+    for _ in range(2):
+        shown.process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    shown.check_end(0)
+    assert "failed" not in shown.out.read_text()
+
+
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A Ray cluster of one node with a token, started by someone else. It claims two GPUs, 1 and 0."""

@@ -35,6 +35,8 @@ def demo(args: argparse.Namespace) -> int:
         try:
             demonstrate(running)
         except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+            if running.stopping():
+                return
             errors.append(error)
             print(f"the demonstration failed: {type(error).__name__}: {error}", flush=True)
         if args.once or errors:

@@ -178,6 +178,11 @@ class RouterProcesses:
         """
         self._tell_loop(Stop())
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the routers shut down."""
+        return self._stopping
+
     def _tell_loop(self, message: Replace | FleetOrder | GiveUp | Stop) -> None:
         """Hand a message to the thread of `run`. From any thread."""
         with self._telling:

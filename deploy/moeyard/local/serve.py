@@ -61,11 +61,12 @@ DUMMY_NOTE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """Addresses of a fleet that is ready."""
+    """Addresses of a fleet that is ready. `stopping`: whether it shuts down."""
 
     url: str
     model_name: str
     metrics_urls: tuple[str, ...]
+    stopping: Callable[[], bool]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -172,9 +173,16 @@ def serve(
                     server.stop()
                     return
                 was_ready = True
-                running = report_ready(router, ranks, device=device_named(args), seconds=time.monotonic() - begun)
+                url = report_ready(router, ranks, device=device_named(args), seconds=time.monotonic() - begun)
                 if on_ready is not None:
-                    on_ready(running)
+                    on_ready(
+                        Running(
+                            url=url,
+                            model_name=router.model_name,
+                            metrics_urls=tuple(rank.metrics_url for rank in ranks),
+                            stopping=lambda: server.stopping,
+                        )
+                    )
 
             # Even a single router has its own process, so that its crash leaves the fleet alone.
             server = RouterProcesses(router, sock, count=options.routers, on_ready=ready, on_lost=fleet.lost, log=log)
@@ -280,7 +288,8 @@ def device_named(args: argparse.Namespace) -> str:
     return args.device if why is None else f"{args.device} ({why})"
 
 
-def report_ready(router: RouterConfig, ranks: list[Rank], *, device: str, seconds: float) -> Running:
+def report_ready(router: RouterConfig, ranks: list[Rank], *, device: str, seconds: float) -> str:
+    """Print that the fleet is ready, and return its URL."""
     scheme = router.access.scheme
     url = reachable_url(router.host, router.port, scheme)
     outside = outside_url(router.host, router.port, scheme)
@@ -295,7 +304,7 @@ def report_ready(router: RouterConfig, ranks: list[Rank], *, device: str, second
         f"{elsewhere}",
         flush=True,
     )
-    return Running(url=url, model_name=router.model_name, metrics_urls=tuple(rank.metrics_url for rank in ranks))
+    return url
 
 
 def warn_if_open(access: AccessConfig, host: str) -> None:
