@@ -1,11 +1,15 @@
 """examples/grpo.py in miniature: every ratio of the first update is exactly 1, and with transformers none is near."""
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from examples import grpo
+from peering.programs import free_port
 from tests.e2e.http_fleet import engine_config, serve_http
 from tests.fleet import ProcessPool
 
@@ -54,3 +58,19 @@ def test_ratios_are_exactly_1(server: FleetServer, tmp_path: Path) -> None:
     # An update of this size moves the model, so the second step's equality is about the new weights.
     old, new = (grpo.TrainableModel(each) for each in server.served)
     assert any((a != b).any() for a, b in zip(old.parameters(), new.parameters(), strict=True))
+
+
+@pytest.mark.slow
+def test_the_server_of_the_example_changes_its_weights_while_it_runs(tmp_path: Path) -> None:
+    """The command of the docs, with `moeyard serve` and an update between two steps."""
+    sizes = ("--steps", "2", "--group", "3", "--max-tokens", "12", "--lr", "1e-3", "--port", str(free_port()))
+    command = [sys.executable, grpo.__file__, "--out", str(tmp_path / "out"), *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    exact = [line for line in done.stdout.splitlines() if "moeyard.torch" in line]
+    assert len(exact) == 2
+    for line in exact:
+        assert re.fullmatch(r"  ratio, moeyard.torch: exactly 1 for (\d+) of \1 tokens, from 1.0000 to 1.0000", line), (
+            line
+        )
+    assert {each.name for each in (tmp_path / "out").iterdir()} >= {"step-0", "step-1"}
