@@ -138,6 +138,8 @@ def test_every_answer_has_the_fingerprint(starter, document):
         assert whole["system_fingerprint"] == "fp_ab12"
         events = service.post(path, **body, stream=True).text
         assert '"system_fingerprint":"fp_ab12"' in events.partition("\n\n")[0]
+    body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 4}}
+    assert service.post("/generate", **body).json()["meta_info"]["system_fingerprint"] == "fp_ab12"
     assert check(document, "get", "/version", service.client.get("/version")).status_code == 200
 
 
