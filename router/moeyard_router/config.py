@@ -63,12 +63,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedShape:
-    """The form of a token's routed experts: MoE layers, experts per layer, bytes of an id (1 or 2).
+    """Layout of the routed experts of one token, as workers send them: ids [MoE layers, top_k].
 
-    places: the place of each MoE layer among the `num_layers` layers of the model.
+    id_bytes: bytes of an id, 1 or 2.
+    places: indexes of the MoE layers among the `num_layers` layers of the model.
     """
 
-    layers: int
     top_k: int
     id_bytes: int
     places: tuple[int, ...]
@@ -77,7 +77,7 @@ class RoutedShape:
     @property
     def row_bytes(self) -> int:
         """Bytes per token."""
-        return self.layers * self.top_k * self.id_bytes
+        return len(self.places) * self.top_k * self.id_bytes
 
 
 # Fields of `RouterConfig` that must be at least 1, or None where that is allowed.

@@ -360,7 +360,7 @@ def script(codec: TextCodec) -> Callable[[Submit], list[int]]:
 @pytest.fixture
 def launched(start: Starter, script: Callable[[Submit], list[int]]) -> tuple[Service, Launcher]:
     """A service of three workers and its launcher."""
-    shape = RoutedShape(layers=3, top_k=2, id_bytes=1, places=(0, 1, 2), num_layers=3)
+    shape = RoutedShape(top_k=2, id_bytes=1, places=(0, 1, 2), num_layers=3)
     service = start(WORLD, prepare=lambda worker: prepared(worker, script), routing=shape)
     return service, Launcher(service, script)
 

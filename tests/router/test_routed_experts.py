@@ -16,7 +16,7 @@ from moeyard_worker.protocol import PromptExperts, Tokens
 
 # The model has a dense layer, the second of 4.
 PLACES = [0, 2, 3]
-SHAPE = RoutedShape(layers=3, top_k=2, id_bytes=1, places=tuple(PLACES), num_layers=4)
+SHAPE = RoutedShape(top_k=2, id_bytes=1, places=tuple(PLACES), num_layers=4)
 GENERATE, COMPLETIONS, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 IDS = [5, 6, 7, 8, 9, 10, 11]
 HELLO = [{"role": "user", "content": "Hello world"}]
@@ -142,7 +142,7 @@ def test_a_worker_that_omits_some_is_an_error(service, fault, monkeypatch):
 
 def test_large_routing_is_sent_in_pieces(start, wait_for):
     """Two megabytes of experts: encoded in a thread, whole and streamed."""
-    shape = RoutedShape(layers=60, top_k=8, id_bytes=2, places=tuple(range(60)), num_layers=60)
+    shape = RoutedShape(top_k=8, id_bytes=2, places=tuple(range(60)), num_layers=60)
     service = start(1, routing=shape, max_model_len=4096)
     worker = service.workers[0]
     worker.script = lambda submit: [7] * submit.sampling.max_tokens
@@ -163,7 +163,7 @@ def test_large_routing_is_sent_in_pieces(start, wait_for):
 def test_layers_without_experts_have_zeros(id_bytes, wider, dtype, places):
     """Ids of two bytes of which both count."""
     ids = np.arange(5 * 3 * 2).reshape(5, 3, 2) * (300 if id_bytes == 2 else 8)
-    shape = RoutedShape(layers=3, top_k=2, id_bytes=id_bytes, places=places, num_layers=places[-1] + 1)
+    shape = RoutedShape(top_k=2, id_bytes=id_bytes, places=places, num_layers=places[-1] + 1)
     found = routed_bytes(shape, ids.astype(f"<u{id_bytes}").tobytes(), id_bytes=wider)
     expected = np.zeros((5, places[-1] + 1, 2), dtype)
     expected[:, places] = ids

@@ -29,7 +29,7 @@ def answer(service: Any, path: str, **fields: Any) -> dict[str, Any]:
 @pytest.fixture(params=[(1, 4), (5, 3), (100, 100)], ids=str)
 def service(start, request):
     """A router that returns experts. Its workers send one, several, or all tokens in a message."""
-    service = start(1, routing=RoutedShape(layers=3, top_k=2, id_bytes=1, places=(0, 1, 2), num_layers=3))
+    service = start(1, routing=RoutedShape(top_k=2, id_bytes=1, places=(0, 1, 2), num_layers=3))
     for worker in service.workers:
         worker.script, (worker.chunk, worker.score_chunk) = forcing, request.param
     return service
@@ -154,7 +154,7 @@ TRACE = {"trace_decode_token_ids": [5]}
     ids=str,
 )
 def test_errors_name_the_clients_field(start, path, fields, param):
-    service = start(1, routing=RoutedShape(layers=3, top_k=2, id_bytes=1, places=(0, 1, 2), num_layers=3))
+    service = start(1, routing=RoutedShape(top_k=2, id_bytes=1, places=(0, 1, 2), num_layers=3))
     if path == GENERATE:
         body: dict[str, Any] = {"token_ids": IDS, "sampling_params": fields}
     else:

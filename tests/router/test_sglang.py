@@ -136,7 +136,7 @@ def test_defaults_are_sglangs(start):
 @pytest.mark.parametrize(("places", "layers"), [((0, 1, 2), 3), ((1, 2, 4), 5)])
 @pytest.mark.parametrize("first", [0, 2])
 def test_routed_experts_are_of_all_layers(start, places, layers, first):
-    service = start(1, routing=RoutedShape(layers=3, top_k=2, id_bytes=1, places=places, num_layers=layers))
+    service = start(1, routing=RoutedShape(top_k=2, id_bytes=1, places=places, num_layers=layers))
     assert "routed_experts" not in generate(service)["meta_info"]
     meta = generate(service, return_routed_experts=True, routed_experts_start_len=first)["meta_info"]
     rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - first

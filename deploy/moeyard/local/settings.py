@@ -93,7 +93,6 @@ def routed_shape(config: EngineConfig, model: ModelConfig) -> RoutedShape | None
     if not config.enable_return_routed_experts:
         return None
     return RoutedShape(
-        layers=len(model.routed_layers),
         top_k=model.top_k,
         id_bytes=model.expert_id_bytes,
         places=tuple(model.routed_layers),

@@ -107,7 +107,7 @@ class CudaResidency:
         # The prefetched layer, and the slots of its experts in each half that holds some, in turn.
         self._ahead: tuple[int, list[dict[int, int]]] = (-1, [])
         # The layer of the last `put`, and where its experts are.
-        self._putting: tuple[int, list[tuple[int, int]]] = (-1, [])
+        self._putting: tuple[int, Sequence[Sequence[int]]] = (-1, ())
         # Two events for each half: recorded after its last reader is launched, and after its copies are.
         self._free, self._ready = ([self._side.event() for _ in range(2)] for _ in range(2))
         self._prompt_hits = [0, 0]
@@ -138,16 +138,17 @@ class CudaResidency:
         place, slot = self._layer_places(layer)[expert]
         return self._host.blobs[place] if place >= 0 else torch.cat(self._slots.contents(slot))
 
-    def _layer_places(self, layer: int) -> list[tuple[int, int]]:
-        """Return for each expert its row of host memory, or -1, and its slot, or -1. Waits for the device."""
-        slots, places = self._state.slot_of[layer].tolist(), self._state.place_of
-        first = layer * self._num_experts
-        rows = range(first, first + self._num_experts) if places is None else places[layer].tolist()
-        return list(zip(rows, slots, strict=True))
+    def _layer_places(self, layer: int) -> Sequence[Sequence[int]]:
+        """Return for each expert its row of host memory, or -1 and its slot. Waits for the device if experts move."""
+        places, first = self._state.place_of, layer * self._num_experts
+        if places is None:
+            return [(row, -1) for row in range(first, first + self._num_experts)]
+        found: list[list[int]] = torch.stack([places[layer], self._state.slot_of[layer]], 1).tolist()
+        return found
 
     def start(self) -> int:
         """Fill the slots by the policy once all experts are stored, also again; return the bytes of the slots."""
-        self._ahead, self._putting = (-1, []), (-1, [])
+        self._ahead, self._putting = (-1, []), (-1, ())
         if self._state.place_of is None:
             for slot, key in enumerate(self._state.keys.tolist()):
                 self._copy(key, slot)

@@ -29,12 +29,11 @@ DONE_EVENT = b"data: [DONE]\n\n"
 
 def routed_bytes(shape: RoutedShape, experts: bytes | bytearray, *, id_bytes: int) -> bytes | bytearray:
     """Return experts as ids of `id_bytes`, [rows, layers of the model, top_k]. Layers without experts have zeros."""
-    places = shape.places or range(shape.layers)
-    if len(places) == shape.num_layers and id_bytes == shape.id_bytes:
+    if len(shape.places) == shape.num_layers and id_bytes == shape.id_bytes:
         return experts
     width = shape.num_layers * shape.top_k * id_bytes
     out = bytearray(len(experts) // shape.row_bytes * width)
-    for layer, place in enumerate(places):
+    for layer, place in enumerate(shape.places):
         for k, byte in itertools.product(range(shape.top_k), range(shape.id_bytes)):
             # Each assignment writes one byte of the ids of all rows.
             to = (place * shape.top_k + k) * id_bytes + byte

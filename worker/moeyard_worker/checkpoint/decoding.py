@@ -160,9 +160,10 @@ def _packed_int4(part: Part, scheme: PackedInt4Scheme, read: Read, device: torch
     stored = matrix.scales if scales == "float32" else torch.empty(matrix.scales.shape, device=device)
     read(f"{at}.weight_scale", stored)
     _check_scales(f"{at}.weight_scale", stored)
-    matrix.scales.copy_(stored)
-    if stored is not matrix.scales and not torch.equal(matrix.scales.float(), stored):
-        raise TensorError(f"{at}.weight_scale", f"holds a scale that is no bfloat16 value{_ADVICE}")
+    if stored is not matrix.scales:
+        matrix.scales.copy_(stored)
+        if not torch.equal(matrix.scales.float(), stored):
+            raise TensorError(f"{at}.weight_scale", f"holds a scale that is no bfloat16 value{_ADVICE}")
     if scheme.zeros:
         zeros = torch.empty(-(-rows // 8), matrix.scales.shape[1], dtype=torch.int32, device=device)
         read(f"{at}.weight_zero_point", zeros)

@@ -130,12 +130,13 @@ class NewGguf:
         marked = written
         try:
             for tensor in self.tensors.values():
-                behind = end + tensor.num_bytes + -tensor.num_bytes % _ALIGNMENT
+                padding = -tensor.num_bytes % _ALIGNMENT
+                behind = end + tensor.num_bytes + padding
                 if behind > written:
                     file.seek(end)
                     # `GGUFWriter.write_tensor_data` loses the operating system's reasons for writing too little.
                     file.write(self._make(tensor).data)
-                    file.write(bytes(-tensor.num_bytes % _ALIGNMENT))
+                    file.write(bytes(padding))
                 end = behind
                 if end > marked + SHARD_BYTES:
                     marked = _mark(file, end, record)

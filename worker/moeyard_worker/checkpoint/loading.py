@@ -1,6 +1,7 @@
 """Load a checkpoint's weights onto a backend: parameters that every rank holds, and experts on demand.
 
-Peak memory is that of the loaded weights, one more parameter and one block.
+Peak memory is that of the loaded weights, one more parameter and one block. A few experts for a GPU are in
+pinned host memory.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -107,7 +108,7 @@ class CheckpointWeights:
     ) -> None:
         self._spec, self._decoder = checkpoint.spec, decoder or backend.device
         self._backend, self._dtype = backend, str(dtype).removeprefix("torch.")
-        self._reader, self._pinned = Reader(checkpoint.index.entries, pinned, refuses_nan=refuses_nan), pinned
+        self._reader = Reader(checkpoint.index.entries, pinned, refuses_nan=refuses_nan)
         self._ahead: ReadAhead | None = None
         self._read = partial(self._reader.copy, progress=progress) if read is None else read
         self._read_expert = self._reader.copy if read is None else read
@@ -154,21 +155,18 @@ class CheckpointWeights:
 
     def expect(self, experts: Iterable[tuple[int, int]]) -> None:
         """Announce the next calls of `fill`, (layer, expert) in order. Those for a GPU are read ahead."""
-        if self._pinned is not None:
-            groups = ((each, self._keys(self._parts(*each))) for each in experts)
-            self._ahead = ReadAhead(self._reader, groups, self._pinned)
+        if self._reader.pinned is not None:
+            self._ahead = ReadAhead(self._reader, ((each, self._keys(self._parts(*each))) for each in experts))
 
     def fill(self, layer: int, expert: int, out: ExpertViews) -> None:
         """Write an expert into `out`. Raises CheckpointError if a file has changed since it was checked."""
-        with self._stored(layer, expert) as stored:
+        ahead: AbstractContextManager[Mapping[str, torch.Tensor]] = nullcontext({})
+        if self._ahead is not None:
+            ahead = self._ahead.use((layer, expert))
+        with ahead as stored:
             read = partial(self._copy_expert, stored) if stored else self._read_expert
             for part, target in zip(self._parts(layer, expert), (out.gate, out.up, out.down), strict=True):
                 fill(target, part, self._spec.scheme(part), read, self._entries)
-
-    def _stored(self, layer: int, expert: int) -> AbstractContextManager[Mapping[str, torch.Tensor]]:
-        """Return the tensors of an expert that were read ahead."""
-        ahead = self._ahead
-        return ahead.use() if ahead is not None and ahead.begins_with((layer, expert)) else nullcontext({})
 
     def _parts(self, layer: int, expert: int) -> tuple[Part, Part, Part]:
         names = self._spec.layers[layer].experts
@@ -177,7 +175,7 @@ class CheckpointWeights:
         return self._spec.expert_parts(names, expert)
 
     def _keys(self, parts: Sequence[Part]) -> Sequence[str]:
-        """Return the tensors of these parts, if each part is a tensor of its own and no GGUF blocks."""
+        """Return the keys of the tensors to read ahead: none for parts of fused tensors and for blocks of GGUF."""
         found = [] if any(part.whole for part in parts) else list(self._spec.stored(parts))
         return [key for key in found if self._entries[key].dtype not in BLOCK_TYPES]
 

@@ -13,7 +13,7 @@ from itertools import chain, islice
 
 import torch
 
-from moeyard_worker.checkpoint.reading import CopyEvent, PinnedBuffers, Reader
+from moeyard_worker.checkpoint.reading import CopyEvent, Reader
 
 # Experts that are read at once, the most pinned memory for them, and the alignment of their tensors.
 _EXPERTS, _BYTES, _ALIGNED = 4, 256 << 20, 64
@@ -40,12 +40,13 @@ class _Group:
 class ReadAhead:
     """Reads `groups` in this order: an expert, (layer, expert), and the keys of its tensors. Each takes one buffer.
 
-    The first expert decides the size of the buffers. Tensors that do not fit are not read ahead.
+    The first expert decides the size of the buffers. Tensors that do not fit are not read ahead. `reader` must have
+    pinned buffers.
     """
 
-    def __init__(
-        self, reader: Reader, groups: Iterable[tuple[tuple[int, int], Sequence[str]]], pinned: PinnedBuffers
-    ) -> None:
+    def __init__(self, reader: Reader, groups: Iterable[tuple[tuple[int, int], Sequence[str]]]) -> None:
+        pinned = reader.pinned
+        assert pinned is not None, "tensors of host memory are read in place"
         remaining = iter(groups)
         first = list(islice(remaining, 1))
         self._reader, self._groups = reader, chain(first, remaining)
@@ -58,16 +59,15 @@ class ReadAhead:
         for _ in range(count):
             self._begin(_Buffer(pinned.allocate(size), pinned.event()))
 
-    def begins_with(self, expert: tuple[int, int]) -> bool:
-        """Return whether this expert is the next."""
-        return bool(self._next) and self._next[0].expert == expert
-
     @contextmanager
-    def use(self) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Return the next expert's tensors, uint8, for copies that are launched in the context.
+    def use(self, expert: tuple[int, int]) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Yield an expert's tensors, uint8, for copies that are launched in the context. Yield none unless it is next.
 
         Raises CheckpointError as `Reader.copy`.
         """
+        if not self._next or self._next[0].expert != expert:
+            yield {}
+            return
         group = self._next.popleft()
         group.read.result()
         yield group.tensors

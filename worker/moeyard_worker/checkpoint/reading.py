@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -77,7 +78,7 @@ class Reader:
     def __init__(
         self, entries: Mapping[str, TensorEntry], pinned: PinnedBuffers | None = None, *, refuses_nan: bool = False
     ) -> None:
-        self._entries, self._pinned, self.refuses_nan = entries, pinned, refuses_nan
+        self._entries, self.pinned, self.refuses_nan = entries, pinned, refuses_nan
         self.read_seconds, self.read_bytes = 0.0, 0
         self._lock, self._num_reading, self._begun = threading.Lock(), 0, 0.0
         self._files: dict[Path, int] = {}
@@ -94,16 +95,15 @@ class Reader:
         while `refuses_nan`.
         """
         entry, out = self._entries[key], out.view(-1)
-        fd, blocks = self._open(entry), BLOCK_TYPES.get(entry.dtype)
-        check_unchanged(entry.file, fd, entry.stamp)
-        if blocks is None:
-            sizes = self._copy_values(fd, key, out, begin)
-        else:
-            sizes = self._dequantise(fd, key, out, begin, blocks)
-        for num_bytes in sizes:
-            if progress is not None:
-                progress(num_bytes)
-        check_unchanged(entry.file, fd, entry.stamp)
+        blocks = BLOCK_TYPES.get(entry.dtype)
+        with self._unchanged(entry) as fd:
+            if blocks is None:
+                sizes = self._copy_values(fd, key, out, begin)
+            else:
+                sizes = self._dequantise(fd, key, out, begin, blocks)
+            for num_bytes in sizes:
+                if progress is not None:
+                    progress(num_bytes)
 
     def _copy_values(self, fd: int, key: str, out: torch.Tensor, begin: int) -> Iterator[int]:
         """Copy a tensor of values block by block. Yield the bytes of each block."""
@@ -132,11 +132,8 @@ class Reader:
 
     def read(self, key: str, out: torch.Tensor) -> None:
         """Fill `out`, uint8 in host memory, with the bytes of tensor `key`. Raises CheckpointError as `copy`."""
-        entry = self._entries[key]
-        fd = self._open(entry)
-        check_unchanged(entry.file, fd, entry.stamp)
-        self._read(fd, key, 0, out)
-        check_unchanged(entry.file, fd, entry.stamp)
+        with self._unchanged(self._entries[key]) as fd:
+            self._read(fd, key, 0, out)
 
     def launch(self, key: str, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Copy the bytes of a tensor, as `read` gives them, as `copy` does. The copy may still run on return."""
@@ -175,12 +172,20 @@ class Reader:
                     self.read_seconds += time.perf_counter() - self._begun
 
     def _block(self) -> torch.Tensor:
-        if self._pinned is not None:
-            return self._pinned.next()
+        if self.pinned is not None:
+            return self.pinned.next()
         if not hasattr(self._scratch, "block"):
             self._scratch.block = torch.empty(_BLOCK_BYTES, dtype=torch.uint8)
         block: torch.Tensor = self._scratch.block
         return block
+
+    @contextmanager
+    def _unchanged(self, entry: TensorEntry) -> Iterator[int]:
+        """Yield the open file of a tensor. Raises CheckpointError if it changed before or while it is read."""
+        fd = self._open(entry)
+        check_unchanged(entry.file, fd, entry.stamp)
+        yield fd
+        check_unchanged(entry.file, fd, entry.stamp)
 
     def _open(self, entry: TensorEntry) -> int:
         with self._lock:

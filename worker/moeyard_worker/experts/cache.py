@@ -205,10 +205,11 @@ class ExpertCache:
         if self._loaded:
             return
         done = progress or (lambda written: None)
-        self._source.expect(self._residents() if self._residency is None else self.owned_keys())
+        keys = self._residents() if self._residency is None else self.owned_keys()
+        self._source.expect(keys)
         if self._residency is None:
-            for slot, (layer, expert) in enumerate(self._policy.resident):
-                self._fill(slot, layer, self._owned[self._index[layer]][expert])
+            for slot, (layer, expert) in enumerate(keys):
+                self._fill(slot, layer, expert)
                 done(self._form.blob_bytes)
         else:
             for i, layer in enumerate(self._layers):

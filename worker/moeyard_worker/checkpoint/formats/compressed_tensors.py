@@ -137,14 +137,17 @@ def parse_compressed_tensors(settings: Fields, dtype: str) -> CompressedTensorsF
         if value and not (isinstance(value, dict) and value.get("format") in (None, "dense")):
             raise settings.error(key, f"describes {kind}, which are not supported")
     groups = tuple(_group(settings, dtype, name, value) for name, value in found.items())
-    activations = any(isinstance(each, dict) and each.get("input_activations") for each in found.values())
-    cache = bool(settings.values.get("kv_cache_scheme"))
+    plain = []
+    if any(isinstance(each, dict) and each.get("input_activations") for each in found.values()):
+        plain.append("activations")
+    if settings.values.get("kv_cache_scheme"):
+        plain.append("the KV cache")
     return CompressedTensorsFormat(
         file=settings.file,
         markers=(".weight_packed", ".weight_scale"),
         ignored=module_names(settings, "ignore"),
         groups=groups,
-        left_plain=("activations",) * activations + ("the KV cache",) * cache,
+        left_plain=tuple(plain),
         scales=None if any(isinstance(each.scheme, Fp8Scheme) for each in groups) else "float32",
         int4_scales=None if any(isinstance(each.scheme, PackedInt4Scheme) for each in groups) else "float32",
     )

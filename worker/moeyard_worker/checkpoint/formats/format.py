@@ -52,7 +52,7 @@ class Format(Protocol):
 
     @property
     def left_plain(self) -> tuple[str, ...]:
-        """What config.json has quantised at run time and the server does not quantise."""
+        """Tensors that config.json quantises at run time and the server does not, such as activations."""
         ...
 
     def form(self, weight: Weight, dtype: str, keys: Container[str]) -> WeightForm:

@@ -155,7 +155,6 @@ def parse_fp8(settings: Fields, dtype: str) -> Fp8Format:
     """Read the settings of the method "fp8". Raises CheckpointError for a variant that is not supported."""
     settings.require("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     settings.require("activation_scheme", ("dynamic", "static"), "dynamic")
-    quantised = ("activations",) if "activation_scheme" in settings.values else ()
     exponents = settings.require("scale_fmt", ("ue8m0", "float"), "float") == "ue8m0"
     experts = settings.require("expert_dtype", ("fp8", "fp4"), "fp8")
     excluded = module_names(settings, "modules_to_not_convert")
@@ -170,6 +169,6 @@ def parse_fp8(settings: Fields, dtype: str) -> Fp8Format:
         excluded=excluded,
         one=one,
         fp4=experts == "fp4",
-        left_plain=quantised,
+        left_plain=("activations",) if "activation_scheme" in settings.values else (),
         scales="ue8m0" if exponents else None,
     )

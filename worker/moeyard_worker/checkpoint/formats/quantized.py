@@ -62,11 +62,11 @@ class QuantizedScheme(Scheme, Protocol):
 class QuantizedFormat:
     """A `Format` with quantised matrices. Every matrix is served as bfloat16(q * s).
 
-    file: where the settings are, for errors.
-    markers: suffixes of the keys that show a quantised matrix, if they replace ".weight" or follow the whole key.
+    file: path of the settings, for errors.
+    markers: suffixes of keys that only a quantised matrix has. They replace ".weight" or follow the whole key.
     experts: the schemes of gate and up, and of down, if all experts keep their codes in memory.
     decoded: the reason why codes of experts become bfloat16, None if they stay or if `with_codes` was not called.
-    left_plain: what config.json has quantised at run time, which is never done.
+    left_plain: as of `Format`.
     dense: whether other matrices of fp8 codes keep them too, if only `Backend.linear` reads them.
     scales: kind of the scales of e4m3 codes, None if only the stored tensors show it.
     int4_scales: dtype in memory of the scales of int4 codes, None if only the stored tensors show it.
