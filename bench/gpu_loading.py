@@ -1,12 +1,12 @@
-"""Loading speed of safetensors into a GPU, compared with the disk alone, for part of a published shape.
+"""Measure how fast safetensors of a published shape load into a GPU, compared with plain reads.
 
     python bench/gpu_loading.py --directory /tmp/loading [--shape Qwen3-30B-A3B] [--layers 6] [--device cuda]
         [--quantization fp8 int4-g128] [--residency 1 0.25]
 
 The script writes the files (random values, one file per layer) and drops them from the page cache. It reads them once
 with plain large reads and drops them again. Then it loads them as `moeyard serve` does, and once more with the files in
-memory. With `--quantization` it does the same with the checkpoint that `moeyard quantize --to` makes of these files.
-`--residency` gives shares of experts in slots. The others are kept in host memory.
+memory. `--quantization` repeats this with the checkpoint that `moeyard quantize --to` makes of the files. `--residency`
+lists the shares of experts in slots. Host memory keeps the others.
 """
 
 import argparse

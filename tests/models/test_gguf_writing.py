@@ -240,9 +240,12 @@ def test_an_interrupted_run_is_continued(change: str | None, tmp_path: Path, mon
         (partial / "written.json").write_bytes(b"")
     elif change is not None:
         (partial / "out.gguf").write_bytes(bytes(len(whole)) if change == "header" else whole[:9999])
-    monkeypatch.setattr(
-        writing.NewGguf, "_make", lambda self, tensor: (made.append("again"), make_tensor(self, tensor))[1]
-    )
+
+    def again(self: Any, tensor: Any) -> Any:
+        made.append("again")
+        return make_tensor(self, tensor)
+
+    monkeypatch.setattr(writing.NewGguf, "_make", again)
     assert write(directory, tmp_path / "out").read_bytes() == whole
     num_tensors = len(writing.q8_0(directory, None, {}).tensors)
     assert made.count("again") == num_tensors - (8 if change is None else 0)

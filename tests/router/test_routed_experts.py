@@ -161,7 +161,7 @@ def test_large_routing_is_sent_in_pieces(start, wait_for):
 @pytest.mark.parametrize(("id_bytes", "wider", "dtype"), [(1, 1, "u1"), (2, 2, "<u2"), (1, 4, "<i4"), (2, 4, "<i4")])
 @pytest.mark.parametrize("places", [(0, 1, 2), (1, 3, 4)])
 def test_layers_without_experts_have_zeros(id_bytes, wider, dtype, places):
-    """Ids of two bytes of which both count."""
+    """Ids of two bytes use both bytes."""
     ids = np.arange(5 * 3 * 2).reshape(5, 3, 2) * (300 if id_bytes == 2 else 8)
     shape = RoutedShape(top_k=2, id_bytes=id_bytes, places=places, num_layers=places[-1] + 1)
     found = routed_bytes(shape, ids.astype(f"<u{id_bytes}").tobytes(), id_bytes=wider)

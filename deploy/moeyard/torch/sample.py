@@ -14,8 +14,8 @@ import torch
 class Sample:
     """Token ids of a prompt and of the output behind it; neither is empty.
 
-    routed_experts: integers [tokens - 1, layers, top_k], the experts that the rows must use. Those of layers without
-    experts are ignored. None: the model's own choice.
+    routed_experts: integers [tokens - 1, layers, top_k], the experts that the rows must use. Entries of dense
+    layers are ignored. None: the model's own choice.
     """
 
     prompt: Sequence[int]
