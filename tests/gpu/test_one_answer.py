@@ -1,9 +1,10 @@
 """One answer on a GPU: tokens, log-probabilities and experts of a request do not depend on how its steps are launched.
 
-One rank runs {graphs, eager} x {one, two steps in flight} x {chunk sizes} x {ample, scarce pages}. Some cases also
-vary the experts in slots {one, a quarter, all} and the policy {slru, lru}. Each case has requests alone and mixed,
-prefix misses and hits, greedy and seeded requests. Models are small checkpoints of each kind of attention in both dtypes. The demo model
-also runs with {1 draft, 2, adaptive}, DSpark with {5, adaptive}, and all models with prompts compressed to 40 tokens.
+One rank runs {graphs, eager} x {one, two steps in flight} x {chunk sizes} x {ample, scarce pages}. Some cases also vary
+the experts in slots {one, a quarter, all} and the policy {slru, lru}. Each case has requests alone and mixed, prefix
+misses and hits, greedy and seeded requests. Models are small checkpoints of each kind of attention in both dtypes. The
+demo model also runs with {1 draft, 2, adaptive}, DSpark with {5, adaptive}, and all models with prompts compressed to
+40 tokens.
 The reference is each request alone, eager, one step in flight, with all experts resident and no drafts.
 """
 
