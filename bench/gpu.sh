@@ -198,7 +198,7 @@ dspark() {
     -k "block or keys_without" &
   tests dspark_definition 150 tests/models/test_dspark.py -k "gpu or mean" &
   tests dspark_steps 240 tests/engine/test_hybrid_speculation_cuda.py -k dspark &
-  tests dspark_answer 240 tests/gpu/test_one_answer.py -k blocks &
+  tests dspark_answer 240 tests/gpu/test_one_answer.py -k drafts_of_deepseek &
   wait
   step verify_dspark 250 python3 bench/verify_steps.py --model DeepSeek-V4-Flash-0731:6 --quantization fp4 --streams 1 8 \
     --no-prompts

@@ -185,7 +185,10 @@ _INT4 = MappingProxyType({"num_bits": 4, "type": "int", "strategy": "group", "sy
 INT4_SCALES = MappingProxyType(
     {"ct-int4-g32": torch.bfloat16, "ct-int4-g32-f16": torch.float16, "ct-int4-g32-f32": torch.float32}
 )
-TILED = ("fp8-128", "fp8-128-bf16", "awq-g64", *INT4_SCALES)
+TILED = (
+    *("fp8-128", "fp8-128-bf16", "ct-fp8", "ct-fp8-tensor", "fp8-tensor"),
+    *("awq-g64", "gptq-g64", "gptq-v2-g64", "ct-int4-g64-zeros", *INT4_SCALES),
+)
 # The dtype of scales in tiles, for fp8 layouts of each dtype of stored scales.
 SCALES = MappingProxyType(
     {"fp8-128": "float32", "fp8-128-f16": "float32"}
@@ -241,6 +244,28 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             "modules_to_not_convert",
             64,
         ),
+        "ct-int4-g64-zeros": Layout(
+            int4_words(64, zeros=True),
+            _compressed("pack-quantized", {**_INT4, "group_size": 64, "symmetric": False}),
+            "ignore",
+            64,
+        ),
+        "gptq-g64": Layout(
+            gptq(64), {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}, "dynamic", 64
+        ),
+        "gptq-v2-g64": Layout(
+            gptq(64, v2=True),
+            {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 64,
+                "desc_act": False,
+                "sym": False,
+                "checkpoint_format": "gptq_v2",
+            },
+            "dynamic",
+            64,
+        ),
         "gptq": Layout(gptq(8), {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False}, "dynamic"),
         "gptq-v2": Layout(
             gptq(8, v2=True, permuted=True),
@@ -264,7 +289,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 
 
 # Layouts of small blocks, which small models of every family fit.
-SMALL = tuple(name for name in LAYOUTS if name not in (*TILED, *SCALES))
+SMALL = tuple(name for name, layout in LAYOUTS.items() if layout.columns == 8 and not name.startswith("fp8-128"))
 
 
 def quantise(directory: Path, layout: str, *, excluded: tuple[str, ...] = PLAIN) -> Tensors:

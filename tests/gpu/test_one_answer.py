@@ -3,9 +3,10 @@
 One rank runs {graphs, eager} x {one, two steps in flight} x {chunk sizes} x {ample, scarce pages}. Some cases also vary
 the experts in slots {one, a quarter, all} and the policy {slru, lru}. Each case has requests alone and mixed, prefix
 misses and hits, greedy and seeded requests. Models are small checkpoints of each kind of attention in both dtypes. The
-demo model also runs with {1 draft, 2, adaptive}, DSpark with {5, adaptive}, and all models with prompts compressed to
-40 tokens.
-The reference is each request alone, eager, one step in flight, with all experts resident and no drafts.
+demo model and a DeepSeek-V4 also run with {1 draft, 2, adaptive}, DSpark with {5, adaptive}, and all models with
+prompts compressed to 40 tokens.
+The reference is each request alone, eager, one step in flight, with all experts resident and no drafts. A quantised
+checkpoint must give the answers of the bfloat16 checkpoint that it stands for.
 """
 
 import itertools
@@ -29,6 +30,7 @@ from tests.e2e.test_one_answer import (
     run_mixed,
 )
 from tests.fleet import Fleet, ProcessPool, start_fleet
+from tests.quantised import SERVED, make_served
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.experts.policies import POLICIES
@@ -92,6 +94,13 @@ BLOCKS = [
     Case(False, 2, 16, "scarce", drafts="5"),
     Case(False, 1, 2048, "ample", drafts="auto"),
     Case(True, 2, 16, "ample", "quarter", "lru", drafts="5"),
+]
+
+
+QUANTISED = [
+    Case(False, 2, 16, "scarce"),
+    Case(False, 1, 2048, "ample", "quarter", "slru"),
+    Case(True, 2, 16, "ample", "one", "lru"),
 ]
 
 
@@ -253,16 +262,38 @@ def test_speculation(case: Case, demo: dict[str, Any], pool: ProcessPool) -> Non
 
 
 @pytest.fixture(scope="module")
-def blocks(tmp_path_factory: pytest.TempPathFactory, pool: ProcessPool) -> tuple[Path, dict[str, tuple[Any, ...]]]:
-    """A DeepSeek-V4 with the drafter DSpark, and its answers to each request alone, without drafts."""
-    model = make_checkpoint(tmp_path_factory.mktemp("blocks"), "deepseek_v4", dtype=torch.bfloat16, **V4_HEADS)
-    add_v4_drafts(publish_v4(model), dspark=True)
+def drafted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: ProcessPool
+) -> tuple[Path, dict[str, tuple[Any, ...]]]:
+    """A DeepSeek-V4 with DSpark or an MTP layer, and its answers to each request alone, without drafts."""
+    model = make_checkpoint(tmp_path_factory.mktemp("drafted"), "deepseek_v4", dtype=torch.bfloat16, **V4_HEADS)
+    add_v4_drafts(publish_v4(model), dspark=request.param == "dspark")
     return model, alone(model, pool)
 
 
-@pytest.mark.parametrize("case", BLOCKS, ids=str)
-def test_blocks_of_drafts(case: Case, blocks: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
-    check(case, *blocks, pool)
+@pytest.mark.parametrize(
+    ("drafted", "case"),
+    [*(("dspark", case) for case in BLOCKS), *(("mtp", case) for case in SPECULATED)],
+    indirect=["drafted"],
+    ids=str,
+)
+def test_drafts_of_deepseek_v4(case: Case, drafted: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
+    check(case, *drafted, pool)
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def codes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: ProcessPool
+) -> tuple[Path, dict[str, tuple[Any, ...]]]:
+    """A quantised checkpoint, and the answers of the bfloat16 checkpoint that it stands for to each request alone."""
+    sizes: dict[str, Any] = {"fp8": MLA, "int4": {}, "fp4": V4_HEADS}[request.param]
+    model, plain = make_served(request.param, tmp_path_factory.mktemp(request.param), **sizes)
+    return model, alone(plain, pool)
+
+
+@pytest.mark.parametrize("case", QUANTISED, ids=str)
+def test_quantised(case: Case, codes: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
+    check(case, *codes, pool)
 
 
 def test_missing_gpu_is_reported(pool: ProcessPool, tmp_path: Path) -> None:
