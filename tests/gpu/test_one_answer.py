@@ -190,7 +190,7 @@ def check(case: Case, model: Path, expected: dict[str, Any], processes: ProcessP
             assert stats["accepted"][0] > (0.25 if model == DEMO else 0.1) * stats["drafts"][0] > 0, stats
             return
         assert (stats["num_preemptions"] > 0) == (case.pages == "scarce"), stats
-        check_rows(fleet, 11)
+        check_rows(fleet, 10 + ("shared" in expected))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
