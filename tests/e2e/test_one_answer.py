@@ -173,10 +173,14 @@ def run_mixed(
     scored: dict[str, tuple[Any, ...]] | None = None,
 ) -> dict[str, tuple[Any, ...]]:
     """Run all requests at once, each on its rank. `scored`: force these answers, many tokens per step."""
+    # On a busy machine a request may end before the next one is sent, and pages never run out.
+    fleet.call("pause")
     for name, (prompt, sampling) in asked(fleet, compressed=compressed).items():
         if scored is not None:
             sampling |= {"trace_decode_token_ids": scored[name][0], "as_decoded": True, "temperature": 0.0}
         fleet.client.submit(ranks[name], f"{label}-{name}", prompt, **sampling)
+    fleet.client.inspect()
+    fleet.call("resume")
     return {name: bits(fleet.client.wait(f"{label}-{name}")[0]) for name in ranks}
 
 
