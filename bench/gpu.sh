@@ -31,6 +31,7 @@
 #     whole                            two GPUs or more: one answer of ranks x exchanges x placements
 #     links                            two GPUs: experts without slots, each rank alone against all for each other
 #     four                             four GPUs: named failures, rows between them, figures (Kimi-K2 needs H200s)
+#     many_codes                       four or eight GPUs: one answer with codes, rows, Kimi-K2 int4, DeepSeek-V4 (H200s)
 #     drills                           two GPUs: `moeyard serve` in a Ray cluster, and on its own Ray with killed ranks
 #     keep                             copy the compiled Triton kernels to $OUT, which saves a minute of each part
 #     A,B/C                            parts A and B on the first GPU while C runs on the second
@@ -383,6 +384,21 @@ four() {
   step four_qwen 260 "${four[@]}" --shape Qwen3-30B-A3B --prefill 4x4096 16x4096 --mixed 4096 --budgets 2048 1024 --check \
     --uneven 8,0,0,0 --arrivals 20x512
   step four_k2 160 "${four[@]}" --shape Kimi-K2 --layers 12
+}
+# The floors and figures of others are those of streams in all and of streams per rank.
+many_codes() {
+  local ranks last k2=()
+  ranks=$(nvidia-smi --list-gpus | wc -l)
+  last=$(printf ',0%.0s' $(seq 2 "$ranks"))
+  # 571 GB of experts need eight.
+  [ "$ranks" -ge 8 ] || k2=(--layers 24)
+  tests many_answers 300 tests/gpu/test_one_answer_ranks.py -k test_quantised
+  tests many_failures 330 tests/gpu/test_failures.py -k all_others
+  step many_rows 80 python3 bench/nvlink.py --ranks "$ranks" --parts eager,times
+  local many=(python3 bench/gpu_ranks.py --ranks "$ranks" --uneven "1$last"
+    --streams "$ranks" 8 16 $((8 * ranks)) 64 $((64 * ranks)))
+  step many_k2 500 "${many[@]}" --shape Kimi-K2 "${k2[@]}" --quantization int4-g32
+  step many_v4 300 "${many[@]}" --shape DeepSeek-V4-Flash --quantization fp4 --prefill 4x8192
 }
 loading() {
   step loading 300 python3 bench/gpu_loading.py --directory /tmp/loading --layers 4 --quantization fp8 int4-g128 \
