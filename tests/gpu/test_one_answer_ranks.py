@@ -1,4 +1,4 @@
-"""One answer over several GPUs: ids and log-probability bits of a request, however many ranks serve it.
+"""One answer over several GPUs: ids, experts and log-probability bits of a request, however many ranks serve it.
 
 Each rank has its own GPU. The product is {NVLink, NCCL, shared memory, TCP} x {one, two steps in flight} x {all, half
 of the experts in slots}. Requests run alone and mixed, with prefix misses and hits. The reference is each request alone
@@ -124,6 +124,7 @@ def config(case: Case, model: Path) -> EngineConfig:
         weights=case.weights,
         enforce_eager=case.eager,
         async_scheduling=case.deep == 2,
+        enable_return_routed_experts=True,
         speculate=None if case.drafts == "off" else "mtp",
         draft_tokens=int(case.drafts) if case.drafts.isdigit() else None,
         # A first step compiles its kernels.
