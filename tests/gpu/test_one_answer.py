@@ -30,7 +30,7 @@ from tests.e2e.test_one_answer import (
     run_mixed,
 )
 from tests.fleet import Fleet, ProcessPool, start_fleet
-from tests.quantised import SERVED, make_served
+from tests.quantised import make_served
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig
 from moeyard_worker.experts.policies import POLICIES
@@ -51,6 +51,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "kda": ("kimi_linear", MLA),
     "v4": ("deepseek_v4", V4_HEADS),
 }
+
+# Overrides of the models with codes, by their kind in SERVED.
+CODES: dict[str, dict[str, Any]] = {"fp8": MLA, "int4": {}, "fp4": V4_HEADS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,13 +284,12 @@ def test_drafts_of_deepseek_v4(case: Case, drafted: tuple[Path, dict[str, Any]],
     check(case, *drafted, pool)
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=CODES)
 def codes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pool: ProcessPool
 ) -> tuple[Path, dict[str, tuple[Any, ...]]]:
     """A quantised checkpoint, and the answers of the bfloat16 checkpoint that it stands for to each request alone."""
-    sizes: dict[str, Any] = {"fp8": MLA, "int4": {}, "fp4": V4_HEADS}[request.param]
-    model, plain = make_served(request.param, tmp_path_factory.mktemp(request.param), **sizes)
+    model, plain = make_served(request.param, tmp_path_factory.mktemp(request.param), **CODES[request.param])
     return model, alone(plain, pool)
 
 

@@ -19,12 +19,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from tests.checkpoints import DEMO, MLA, V4_HEADS, make_checkpoint
+from tests.checkpoints import DEMO, make_checkpoint
 from tests.e2e.test_one_answer import SNAPSHOTS, check_rows, dealt, dealt_evenly, requests, run_alone, run_mixed
 from tests.fleet import Fleet, ProcessPool, start_fleet
-from tests.gpu.test_one_answer import MODELS
+from tests.gpu.test_one_answer import CODES, MODELS
 from tests.limits import HANG_SECONDS
-from tests.quantised import SERVED, make_served
+from tests.quantised import make_served
 
 from moeyard_worker.config.engine_config import DTYPE_BYTES, EngineConfig, ExchangeKind, ExpertFetch
 from moeyard_worker.config.placement import Placement
@@ -148,9 +148,8 @@ def served(
 ) -> tuple[Path, dict[str, tuple[Any, ...]]]:
     """A checkpoint and the answers of one eager rank to each request alone. Codes get those of their values in bf16."""
     kind, dtype = request.param.split("-")
-    if kind in SERVED:
-        sizes: dict[str, Any] = {"fp8": MLA, "int4": {}, "fp4": V4_HEADS}[kind]
-        model, plain = make_served(kind, tmp_path_factory.mktemp(kind), **sizes)
+    if kind in CODES:
+        model, plain = make_served(kind, tmp_path_factory.mktemp(kind), **CODES[kind])
     else:
         family, overrides = MODELS[kind]
         plain = model = make_checkpoint(tmp_path_factory.mktemp(kind), family, dtype=getattr(torch, dtype), **overrides)
@@ -175,7 +174,7 @@ def test_models_with_slots(case: Case, served: tuple[Path, dict[str, Any]], pool
     check(case, served, pool, uneven=True)
 
 
-@pytest.mark.parametrize("served", [f"{kind}-bfloat16" for kind in SERVED], indirect=True)
+@pytest.mark.parametrize("served", [f"{kind}-bfloat16" for kind in CODES], indirect=True)
 @pytest.mark.parametrize("case", QUANTISED, ids=str)
 def test_quantised(case: Case, served: tuple[Path, dict[str, Any]], pool: ProcessPool) -> None:
     check(case, served, pool)
