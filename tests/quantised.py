@@ -180,7 +180,19 @@ def _blocks_of_128(stored: torch.dtype, *, exponents: bool = False, **more: Any)
     return Layout(fp8_blocks(128, stored, exponents=exponents), settings, "modules_to_not_convert")
 
 
-_INT4 = MappingProxyType({"num_bits": 4, "type": "int", "strategy": "group", "symmetric": True})
+def _compressed_int4(group: int, *, zeros: bool = False, stored_as: torch.dtype = torch.bfloat16) -> Layout:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "symmetric": not zeros, "group_size": group}
+    settings = _compressed("pack-quantized", weights)
+    return Layout(int4_words(group, zeros=zeros, stored_as=stored_as), settings, "ignore", group)
+
+
+def _gptq(group: int, *, v2: bool = False, permuted: bool = False) -> Layout:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": permuted}
+    if v2:
+        settings |= {"sym": False, "checkpoint_format": "gptq_v2"}
+    return Layout(gptq(group, v2=v2, permuted=permuted), settings, "dynamic", group)
+
+
 # The dtype of stored scales, for int4 layouts that only differ in it.
 INT4_SCALES = MappingProxyType(
     {"ct-int4-g32": torch.bfloat16, "ct-int4-g32-f16": torch.float16, "ct-int4-g32-f32": torch.float32}
@@ -217,68 +229,26 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
             _compressed("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
             "ignore",
         ),
-        "ct-int4": Layout(int4_words(8), _compressed("pack-quantized", {**_INT4, "group_size": 8}), "ignore"),
-        "ct-int4-zeros": Layout(
-            int4_words(8, zeros=True),
-            _compressed("pack-quantized", {**_INT4, "group_size": 8, "symmetric": False}),
-            "ignore",
-        ),
+        "ct-int4": _compressed_int4(8),
+        "ct-int4-zeros": _compressed_int4(8, zeros=True),
         # Sizes of blocks that a GPU's products read from codes.
         "fp8-128": _blocks_of_128(torch.float32),
         "fp8-128-bf16": _blocks_of_128(torch.bfloat16),
         "fp8-128-f16": _blocks_of_128(torch.float16),
         "fp8-128-e8m0": _blocks_of_128(E8M0, exponents=True),
         "fp8-128-ue8m0": _blocks_of_128(torch.float32, exponents=True, scale_fmt="ue8m0"),
-        **{
-            name: Layout(
-                int4_words(32, stored_as=stored),
-                _compressed("pack-quantized", {**_INT4, "group_size": 32}),
-                "ignore",
-                32,
-            )
-            for name, stored in INT4_SCALES.items()
-        },
+        **{name: _compressed_int4(32, stored_as=stored) for name, stored in INT4_SCALES.items()},
+        "ct-int4-g64-zeros": _compressed_int4(64, zeros=True),
+        "gptq-g64": _gptq(64),
+        "gptq-v2-g64": _gptq(64, v2=True),
         "awq-g64": Layout(
             awq(64),
             {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"},
             "modules_to_not_convert",
             64,
         ),
-        "ct-int4-g64-zeros": Layout(
-            int4_words(64, zeros=True),
-            _compressed("pack-quantized", {**_INT4, "group_size": 64, "symmetric": False}),
-            "ignore",
-            64,
-        ),
-        "gptq-g64": Layout(
-            gptq(64), {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False}, "dynamic", 64
-        ),
-        "gptq-v2-g64": Layout(
-            gptq(64, v2=True),
-            {
-                "quant_method": "gptq",
-                "bits": 4,
-                "group_size": 64,
-                "desc_act": False,
-                "sym": False,
-                "checkpoint_format": "gptq_v2",
-            },
-            "dynamic",
-            64,
-        ),
-        "gptq": Layout(gptq(8), {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False}, "dynamic"),
-        "gptq-v2": Layout(
-            gptq(8, v2=True, permuted=True),
-            {
-                "quant_method": "gptq",
-                "bits": 4,
-                "group_size": 8,
-                "desc_act": True,
-                "sym": False,
-                "checkpoint_format": "gptq_v2",
-            },
-            "dynamic",
-        ),
+        "gptq": _gptq(8),
+        "gptq-v2": _gptq(8, v2=True, permuted=True),
         "awq": Layout(
             awq(8),
             {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"},
