@@ -30,8 +30,9 @@
 #     ranks nccl                       two GPUs: equality, named failures, rows between them
 #     whole                            two GPUs or more: one answer of ranks x exchanges x placements
 #     links                            two GPUs: experts without slots, each rank alone against all for each other
-#     four                             four GPUs: named failures, rows between them, figures (Kimi-K2 needs H200s)
-#     many_codes                       four or eight GPUs: one answer with codes, rows, Kimi-K2 int4, DeepSeek-V4 (H200s)
+#     many                             four or eight GPUs: named failures, rows between them
+#     four                             four GPUs: many, and figures (Kimi-K2 needs H200s)
+#     many_codes many_k2 many_v4       four or eight GPUs: one answer with codes; Kimi-K2 int4; DeepSeek-V4 (H200s)
 #     drills                           two GPUs: `moeyard serve` in a Ray cluster, and on its own Ray with killed ranks
 #     keep                             copy the compiled Triton kernels to $OUT, which saves a minute of each part
 #     A,B/C                            parts A and B on the first GPU while C runs on the second
@@ -377,29 +378,35 @@ ranks() {
   step rows 60 python3 bench/nvlink.py --ranks 2
   step two_gpus 150 python3 bench/gpu_ranks.py --shape Qwen3-30B-A3B
 }
+gpus() { nvidia-smi --list-gpus | wc -l; }
+many() {
+  tests many_failures 330 tests/gpu/test_failures.py -k all_others
+  step many_rows 80 python3 bench/nvlink.py --ranks "$(gpus)" --parts eager,times,faults
+}
 four() {
   local four=(python3 bench/gpu_ranks.py --ranks 4 --streams 1 8 16 64)
-  tests four_failures 330 tests/gpu/test_failures.py -k all_others
-  step four_rows 80 python3 bench/nvlink.py --ranks 4 --parts eager,times,faults
+  many
   step four_qwen 260 "${four[@]}" --shape Qwen3-30B-A3B --prefill 4x4096 16x4096 --mixed 4096 --budgets 2048 1024 --check \
     --uneven 8,0,0,0 --arrivals 20x512
   step four_k2 160 "${four[@]}" --shape Kimi-K2 --layers 12
 }
-# The floors and figures of others are those of streams in all and of streams per rank.
-many_codes() {
-  local ranks last k2=()
-  ranks=$(nvidia-smi --list-gpus | wc -l)
-  last=$(printf ',0%.0s' $(seq 2 "$ranks"))
-  # 571 GB of experts need eight.
-  [ "$ranks" -ge 8 ] || k2=(--layers 24)
-  tests many_answers 300 tests/gpu/test_one_answer_ranks.py -k test_quantised
-  tests many_failures 330 tests/gpu/test_failures.py -k all_others
-  step many_rows 80 python3 bench/nvlink.py --ranks "$ranks" --parts eager,times
-  local many=(python3 bench/gpu_ranks.py --ranks "$ranks" --uneven "1$last"
-    --streams "$ranks" 8 16 $((8 * ranks)) 64 $((64 * ranks)))
-  step many_k2 500 "${many[@]}" --shape Kimi-K2 "${k2[@]}" --quantization int4-g32
-  step many_v4 300 "${many[@]}" --shape DeepSeek-V4-Flash --quantization fp4 --prefill 4x8192
+many_codes() { tests many_codes 500 tests/gpu/test_one_answer_ranks.py -k test_quantised; }
+# many_streams NAME ARGUMENT...: 1, 8 and 64 streams per rank, and 1, 8, 16 and 64 in all
+many_streams() {
+  local name=$1 ranks idle
+  shift
+  ranks=$(gpus)
+  idle=$(printf ',0%.0s' $(seq 2 "$ranks"))
+  step "$name" 580 python3 bench/gpu_ranks.py --ranks "$ranks" --uneven "1$idle" \
+    --streams $(printf '%d\n' 1 8 64 $((8 / ranks)) $((16 / ranks)) $((64 / ranks)) | sort -nu) "$@"
 }
+many_k2() {
+  local cut=()
+  # Eight GPUs hold all 571 GB of experts.
+  [ "$(gpus)" -ge 8 ] || cut=(--layers 24)
+  many_streams many_k2 --shape Kimi-K2 "${cut[@]}" --quantization int4-g32
+}
+many_v4() { many_streams many_v4 --shape DeepSeek-V4-Flash --quantization fp4 --prefill 4x8192; }
 loading() {
   step loading 300 python3 bench/gpu_loading.py --directory /tmp/loading --layers 4 --quantization fp8 int4-g128 \
     --residency 1 0.25
