@@ -1,4 +1,4 @@
-"""Measure how fast safetensors of a published shape load into a GPU, compared with plain reads.
+"""Time loads of safetensors of a published shape into a GPU, and plain reads of the same files.
 
     python bench/gpu_loading.py --directory /tmp/loading [--shape Qwen3-30B-A3B] [--layers 6] [--device cuda]
         [--quantization fp8 int4-g128] [--residency 1 0.25]

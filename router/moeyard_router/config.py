@@ -63,10 +63,10 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedShape:
-    """Layout of the routed experts of one token, as workers send them: ids [MoE layers, top_k].
+    """Shape of a token's routed experts. Workers send ids [MoE layers, top_k].
 
     id_bytes: bytes of an id, 1 or 2.
-    places: indexes of the MoE layers among the `num_layers` layers of the model.
+    places: index of each MoE layer in a model of `num_layers` layers.
     """
 
     top_k: int

@@ -64,8 +64,8 @@ class QuantizedFormat:
 
     file: path of the settings, for errors.
     markers: suffixes of keys that only a quantised matrix has. They replace ".weight" or follow the whole key.
-    experts: the schemes of gate and up, and of down, if all experts keep their codes in memory.
-    decoded: the reason why codes of experts become bfloat16, None if they stay or if `with_codes` was not called.
+    experts: schemes of gate and up, and of down. None if experts do not keep their codes in memory.
+    decoded: why codes of experts become bfloat16. None if they stay, and before `with_codes`.
     left_plain: as of `Format`.
     dense: whether other matrices of fp8 codes keep them too, if only `Backend.linear` reads them.
     scales: kind of the scales of e4m3 codes, None if only the stored tensors show it.
